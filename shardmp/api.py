@@ -1,0 +1,335 @@
+"""`shard`: take over a model and its optimizer.
+
+Owns:      the checks of what the user hands in, and the wiring of the parts.
+Takes:     an ordinary module and an ordinary optimizer on its parameters, the same on every rank.
+Gives:     `ShardedModule` and `ShardedOptimizer`.
+Invariant: before the first tensor collective every rank knows that all ranks agree; a mistake on one rank raises on
+all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from . import tensorcore
+from .collectives import Collectives
+from .gradients import Gradients
+from .layout import Entry, plan
+from .module import ShardedModule
+from .optimizer import ShardedOptimizer, check_max_norm
+from .parameters import Parameters
+from .precision import DTYPES, Precision, as_precision
+from .update import Update, refuse_if_not_elementwise
+from .world import init
+
+ITEMSIZE = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of `shard`, checked."""
+
+    stage: int
+    reduce: str
+    average: str
+    max_grad_norm: float | None
+    bucket_bytes: int
+    overlap: bool
+    buffers: str
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    precision: str | Precision = "fp16",
+    stage: int = 2,
+    reduce: str = "fp32",
+    average: str = "ranks",
+    max_grad_norm: float | None = None,
+    bucket_mb: float = 8,
+    overlap: bool = True,
+    buffers: str = "broadcast",
+    scaler: ShardedOptimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+    units: Sequence[Any] | None = None,
+    free_after_forward: bool | None = None,
+) -> tuple[ShardedModule, ShardedOptimizer]:
+    """Train `model` in mixed precision with FP32 masters and optimizer state sharded over ranks. Collective.
+
+    Bytes per 16-bit parameter and rank, with Adam on N ranks: 2 + 16/N, plus the buckets in flight.
+
+    Args:
+        model: its trainable parameters become views of flat buckets in `precision`'s dtype, with rank 0's values.
+        optimizer: an elementwise optimizer on the model's own parameters. Its class, groups and state are taken over;
+        its own
+            `step` raises from then on.
+        precision: "fp16", "bf16", "fp32" or a `Precision`.
+        stage: 1 or 2. Both shard masters, moments and gradient sums. Stage 1 reduces only outside `model.no_sync()`, for
+            4 bytes per parameter while it accumulates; stage 2 reduces every backward.
+        reduce: "fp32" sends 16 bits and sums in FP32 in rank order; "native" is the backend's own sum in 16 bits (less
+            exact, and on gloo twice the bytes).
+        average: "ranks": the mean over ranks of the sum of this step's backwards; "micro_batches": the mean over all.
+        max_grad_norm: clip the unscaled, averaged gradient at this 2-norm; None never clips.
+        bucket_mb: MiB of parameters after which a bucket is closed: larger ones send fewer messages, and hold more in
+            flight.
+        overlap: reduce under backward and gather under the next forward; no result depends on it.
+        buffers: "broadcast" gives every rank rank 0's buffers at the end of each backward; "local" leaves them alone.
+        group: the process group to shard over; by default all ranks.
+        scaler, units, free_after_forward: not in this version.
+
+    Raises:
+        TypeError, ValueError: a bad argument or model, by name; on every rank, and before any tensor is sent.
+        NotImplementedError: an option that this version does not have yet.
+    """
+    _refuse_what_is_not_there(stage, reduce, scaler, units, free_after_forward)
+    world = init()
+    device = world.device
+    if group is None and world.backend is not None:
+        group = dist.group.WORLD
+    collectives = Collectives(group, device)
+    collectives.at("shard()")
+    policy, options = _agree(
+        collectives, model, optimizer, (precision, stage, reduce, average, max_grad_norm, bucket_mb, overlap, buffers)
+    )
+    if device.type == "cpu" and policy.dtype != torch.float32:
+        tensorcore.enable(policy.dtype)
+
+    names, params = _trainable(model)
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    kept = policy.fp32_parameters(model)
+    entries = [
+        Entry(name, p.numel(), "fp32" if name in kept else policy.param) for name, p in zip(names, params, strict=True)
+    ]
+    layout = plan(entries, collectives.world_size, bucket_bytes=options.bucket_bytes, itemsize=ITEMSIZE)
+    _share_the_rest(model, collectives)
+    for entry, p in zip(entries, params, strict=True):
+        if not p.numel():
+            p.data = p.data.to(device, DTYPES[entry.dtype])
+    parameters = Parameters(layout, params, names, collectives, DTYPES, overlap=options.overlap)
+    gradients = Gradients(
+        layout,
+        params,
+        names,
+        collectives,
+        DTYPES,
+        native=options.reduce == "native",
+        local_sums=options.stage == 1,
+        overlap=options.overlap,
+    )
+    update = Update(optimizer, params, parameters, gradients)
+    sharded = ShardedOptimizer(
+        optimizer,
+        names,
+        params,
+        frozen,
+        layout,
+        policy,
+        collectives,
+        parameters,
+        gradients,
+        update,
+        average=options.average,
+        max_grad_norm=options.max_grad_norm,
+    )
+    _retire(optimizer)
+    wrapped = ShardedModule(
+        model,
+        policy,
+        collectives,
+        parameters,
+        gradients,
+        broadcast_buffers=options.buffers == "broadcast",
+        drop_gradients=sharded.zero_grad,
+    )
+    return wrapped, sharded
+
+
+def _refuse_what_is_not_there(stage: Any, reduce: Any, scaler: Any, units: Any, free_after_forward: Any) -> None:
+    if stage == 3:
+        raise NotImplementedError("shard(stage=3): this version has stages 1 and 2")
+    if reduce == "exact":
+        raise NotImplementedError("shard(reduce='exact'): this version has 'fp32' and 'native'")
+    for name, value in (("scaler", scaler), ("units", units), ("free_after_forward", free_after_forward)):
+        if value is not None:
+            raise NotImplementedError(f"shard({name}=...): this version does not have it yet; leave it out")
+
+
+def _options(policy: Precision, values: tuple[Any, ...]) -> _Options:
+    stage, reduce, average, max_grad_norm, bucket_mb, overlap, buffers = values
+    choices = {"stage": (stage, (1, 2)), "reduce": (reduce, ("fp32", "native"))}
+    choices |= {"average": (average, ("ranks", "micro_batches")), "buffers": (buffers, ("broadcast", "local"))}
+    for name, (value, allowed) in choices.items():
+        if isinstance(value, bool) or value not in allowed:
+            raise ValueError(f"shard({name}=...): expected {' or '.join(map(repr, allowed))}, got {value!r}")
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb <= 2**14:
+        raise ValueError(f"shard(bucket_mb=...): expected MiB, above 0 and at most 16384, got {bucket_mb!r}")
+    if not isinstance(overlap, bool):
+        raise TypeError(f"shard(overlap=...): expected True or False, got {overlap!r}")
+    norm = None if max_grad_norm is None else check_max_norm(max_grad_norm)
+    return _Options(stage, reduce, average, norm, max(1, int(bucket_mb * 2**20)), overlap, buffers)
+
+
+# -- agreement
+
+
+def _agree(
+    collectives: Collectives, model: nn.Module, optimizer: Optimizer, values: tuple[Any, ...]
+) -> tuple[Precision, _Options]:
+    """Check what this rank was given, and that all ranks were given the same.
+
+    Raises:
+        TypeError, ValueError: this rank's mistake, or another's, with its rank; the same on every rank.
+    """
+    error: Exception | None = None
+    found: tuple[Precision, _Options] | None = None
+    lines: list[str] = []
+    try:
+        policy = as_precision(values[0])
+        options = _options(policy, values[1:])
+        _check_model(model, policy)
+        _check_optimizer(model, optimizer)
+        refuse_if_not_elementwise(optimizer)
+        found = policy, options
+        lines = _fingerprint(model, optimizer, policy, options)
+    except (TypeError, ValueError) as mistake:
+        error = mistake
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    told = collectives.gather_objects((type(error).__name__, str(error), digest))
+    if error is not None:
+        raise error
+    for rank, (kind, message, _) in enumerate(told):
+        if kind != "NoneType":
+            raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank}: {message}")
+    if len({digest for _, _, digest in told}) > 1:
+        _raise_first_difference(collectives.gather_objects(lines))
+    assert found is not None
+    return found
+
+
+def _fingerprint(model: nn.Module, optimizer: Optimizer, policy: Precision, options: _Options) -> list[str]:
+    """What must be equal on all ranks, a line for each item, in order."""
+    lines = [
+        f"parameters: {sum(1 for _ in model.named_parameters())}",
+        f"buffers: {sum(1 for _ in model.named_buffers())}",
+    ]
+    for kind, items in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        lines += [
+            f"{kind} {name}: shape {tuple(t.shape)}, {t.dtype}, requires_grad {t.requires_grad}" for name, t in items
+        ]
+    names = {id(p): name for name, p in model.named_parameters()}
+    lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} groups")
+    for number, group in enumerate(optimizer.param_groups):
+        lines.append(f"group {number}: {', '.join(names[id(p)] for p in group['params'])}")
+    lines.append(f"precision: {policy}")
+    lines.append(f"options: {options}")
+    return lines
+
+
+def _raise_first_difference(told: Sequence[Sequence[str]]) -> NoReturn:
+    for index in range(max(map(len, told))):
+        lines = [lines[index] if index < len(lines) else "nothing" for lines in told]
+        for rank, line in enumerate(lines):
+            if line != lines[0]:
+                raise ValueError(
+                    f"ranks were given different things: rank 0 has {lines[0]!r}, rank {rank} has {line!r}"
+                )
+    raise AssertionError("digests differ, lines do not")
+
+
+# -- the checks of one rank
+
+
+def _trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, _ in found], [p for _, p in found]
+
+
+def _check_model(model: nn.Module, policy: Precision) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard(model): expected an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        if isinstance(module, (ShardedModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise TypeError(f"shard(model): {where} shards or replicates already; hand in the plain model")
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise TypeError(f"shard(model): {where} makes sparse gradients; make it with sparse=False")
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise TypeError(f"shard(model): parameter {name} is on the meta device: materialise it first")
+        if p.layout != torch.strided:
+            raise TypeError(f"shard(model): parameter {name} has layout {p.layout}; expected a dense one")
+        if p.is_quantized:
+            raise TypeError(f"shard(model): parameter {name} is quantised ({p.dtype}); expected a floating dtype")
+        if p.requires_grad and p.dtype not in DTYPES.values():
+            raise TypeError(
+                f"shard(model): parameter {name} is {p.dtype}; trainable parameters are FP32, FP16 or BF16 (masters "
+                "are FP32)"
+            )
+    if not _trainable(model)[1]:
+        raise ValueError("shard(model): no parameter requires a gradient")
+    policy.fp32_modules(model)
+    if policy.dtype != torch.float32:
+        refused = tensorcore.refusals(model, tuple(policy.fp32_modules(model)))
+        if refused:
+            raise ValueError("shard(model): " + "; ".join(refused))
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, ShardedOptimizer):
+        raise TypeError("shard(optimizer): it is sharded already")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"shard(optimizer): expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    names = {id(p): name for name, p in model.named_parameters()}
+    listed: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for position, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise ValueError(
+                    f"shard(optimizer): parameter {position} of group {number}, shape {tuple(p.shape)}, is not one of "
+                    "the model's: make the optimizer from model.parameters() after the model is final"
+                )
+            if id(p) in listed:
+                raise ValueError(f"shard(optimizer): {names[id(p)]} is listed twice")
+            listed.add(id(p))
+    missing = [name for name, p in zip(*_trainable(model), strict=True) if id(p) not in listed]
+    if missing:
+        raise ValueError(
+            f"shard(optimizer): {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} require a gradient but are in no "
+            "group: add them, or freeze them with requires_grad_(False)"
+        )
+
+
+# -- taking over
+
+
+@torch.no_grad()
+def _share_the_rest(model: nn.Module, collectives: Collectives) -> None:
+    """Move frozen parameters and buffers to the device and give every rank rank 0's values."""
+    rest: list[torch.Tensor] = [p for p in model.parameters() if not p.requires_grad]
+    rest += list(model.buffers())
+    for tensor in rest:
+        if tensor.device != collectives.device:
+            tensor.data = tensor.data.to(collectives.device)
+        if tensor.numel():
+            values = tensor.detach().contiguous()
+            collectives.broadcast(values.view(-1).view(torch.uint8))
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)
+
+
+def _retire(optimizer: Optimizer) -> None:
+    def step(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("this optimizer was given to shardmp.shard(): step the ShardedOptimizer that it returned")
+
+    # A scheduler that was made on it before looks for this mark before it trusts that steps are counted.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

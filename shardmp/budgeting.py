@@ -1,0 +1,75 @@
+"""Bytes per rank and bytes on the wire, predicted from the layout.
+
+Owns:      the formulas.
+Takes:     a layout and the options that cost something.
+Gives:     bytes by kind, the same kinds that `ShardedOptimizer.memory()` counts tensor by tensor.
+Invariant: tests hold every number to what is measured.
+
+With Psi parameters and N ranks, in 16 bits: 2 Psi (parameters) + 4 Psi/N (gradient shard) + 4 Psi/N (masters) + 8
+Psi/N (two moments) = 2 + 16/N bytes per parameter and rank, plus the buckets in flight; 4 Psi (N-1)/N bytes sent per
+rank and step with one backward (ZeRO, arXiv 1910.02054, section 5, with the gradient shard in FP32).
+"""
+
+from __future__ import annotations
+
+from .layout import Layout
+from .verdict import Lanes
+
+KINDS = ("parameters", "gradients", "masters", "moments", "buckets")
+
+
+def memory(
+    layout: Layout, rank: int, itemsize: dict[str, int], *, moments: int, window: int, local_sums: bool
+) -> dict[str, int]:
+    """Bytes that one rank holds between and during steps, by kind.
+
+    Args:
+        layout: the layout in question.
+        rank: whose shards; only moments differ between ranks, since the padding at a bucket's end has none.
+        itemsize: bytes per element of each of the layout's dtypes.
+        moments: FP32 state tensors per parameter that the optimizer keeps (AdamW 2, SGD with momentum 1).
+        window: exchanges in flight before the oldest is awaited.
+        local_sums: whether stage 1 adds whole gradients up under `no_sync` (4 bytes per parameter while it does).
+
+    "buckets" is an upper bound in the usual order of gradients: a send buffer and the peers' rows for each exchange in
+    flight, and for the bucket that is being filled.
+    """
+    sizes = [(bucket.size, bucket.shard, itemsize[bucket.dtype]) for bucket in layout.buckets]
+    shards = sum(shard for _, shard, _ in sizes)
+    sends: dict[str, int] = {}
+    for bucket in layout.buckets:
+        item = itemsize[bucket.dtype]
+        of_dtype = sum(other.dtype == bucket.dtype for other in layout.buckets)
+        in_flight = min(window + 1, of_dtype)
+        peers = (bucket.ranks - 1) * bucket.shard
+        sends[bucket.dtype] = max(sends.get(bucket.dtype, 0), in_flight * (bucket.size + peers) * item)
+    return {
+        "parameters": sum(size * item for size, _, item in sizes),
+        "gradients": 4 * shards + (4 * sum(size for size, _, _ in sizes) if local_sums else 0),
+        "masters": 4 * sum(shard for _, shard, item in sizes if item < 4),  # FP32 parameters are their own masters
+        "moments": 4 * moments * sum(piece.length for piece in layout.pieces(rank)),
+        "buckets": sum(sends.values()),
+    }
+
+
+def wire_bytes(layout: Layout, itemsize: dict[str, int], *, backwards: int = 1, native_factor: int = 1) -> int:
+    """Bytes that one rank sends in a step: a reduce-scatter in each of `backwards`, one verdict, one all-gather.
+
+    Args:
+        native_factor: what the backend's own reduce-scatter sends, in rings (gloo: 2).
+    """
+    peers = layout.ranks - 1
+    rows = sum(bucket.shard * itemsize[bucket.dtype] for bucket in layout.buckets)
+    lanes = sum(Lanes(len(layout.entries), layout.ranks).lengths().values())
+    return peers * rows * (backwards * native_factor + 1) + 2 * 8 * lanes * peers // layout.ranks
+
+
+def unsharded_memory(parameters: int, *, moments: int) -> dict[str, int]:
+    """Plain mixed precision on one device, ZeRO's 16 bytes per parameter with two moments: 2 + 2 + 4 + 4 x moments."""
+    return {
+        "parameters": 2 * parameters,
+        "gradients": 2 * parameters,
+        "masters": 4 * parameters,
+        "moments": 4 * moments * parameters,
+        "buckets": 0,
+    }

@@ -1,0 +1,428 @@
+"""From autograd's gradients to this rank's FP32 gradient shard, while backward goes on.
+
+Owns:      the hooks on parameters, the 16-bit send buffers, the fixed order of launches, the FP32 gradient shard.
+Takes:     gradients as autograd leaves them in `.grad`, in any order, on any subset of the parameters.
+Gives:     the shard with the sum over ranks and backwards, its blocks' norms, who had gradients, who brought inf or NaN.
+Invariant: every rank launches the same buckets in the same order; when backward returns, all of them are summed.
+
+[Note: who owns a gradient] A hook takes `.grad` away as soon as autograd has written it. A small gradient is copied
+into the bucket's send buffer and freed. A large contiguous one is the send buffer itself: it is kept, unwritten,
+until the exchange is over. Send buffers and landing rows are pooled: as many exist as buckets were ever in flight at
+one time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .collectives import Collectives, Exchange, Part, block_norms
+from .layout import BLOCK, UNIT, Bucket, Layout, Piece
+
+# A gradient from this size on is sent from where autograd left it: a message of its own costs less than the copy.
+DIRECT_NUMEL = 2**18
+
+# Exchanges in flight before the oldest is awaited: one arrives while the next is filled.
+WINDOW = 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Elements [start, stop) of a bucket, all in one row; `param` is sent directly, None from the send buffer."""
+
+    row: int
+    start: int
+    stop: int
+    param: int | None
+
+
+def cuts_of(bucket: Bucket, *, direct: bool) -> tuple[Cut, ...]:
+    """How a bucket is divided into messages: by rows, and where a directly sent gradient begins or ends.
+
+    The same on every rank: a gradient that turns out not to be contiguous is copied, but cut alike. Cuts are
+    multiples of 1024, so the last incomplete block of a direct gradient travels in the send buffer.
+    """
+    spans: list[tuple[int, int, int | None]] = []
+    position = 0
+    for slot in bucket.slots:
+        whole = slot.numel // BLOCK * BLOCK
+        if direct and slot.numel >= DIRECT_NUMEL:
+            if slot.start > position:
+                spans.append((position, slot.start, None))
+            spans.append((slot.start, slot.start + whole, slot.param))
+            position = slot.start + whole
+    if position < bucket.size:
+        spans.append((position, bucket.size, None))
+    cuts = []
+    for start, stop, param in spans:
+        for row in range(start // bucket.shard, (stop - 1) // bucket.shard + 1):
+            first, last = max(start, row * bucket.shard), min(stop, (row + 1) * bucket.shard)
+            cuts.append(Cut(row, first, last, param))
+    return tuple(cuts)
+
+
+class BucketGradients:
+    """One bucket's part of the gradients: its shard, its blocks' norms, and what this backward has brought so far."""
+
+    def __init__(self, bucket: Bucket, rank: int, dtype: torch.dtype, device: torch.device, *, direct: bool) -> None:
+        self.bucket = bucket
+        self.dtype = dtype
+        self.cuts = cuts_of(bucket, direct=direct)
+        self.direct_params = {cut.param for cut in self.cuts if cut.param is not None}
+        self.slots = {slot.param: slot for slot in bucket.slots}
+        self.pieces: tuple[Piece, ...] = bucket.pieces(rank)
+        self.shard = torch.zeros(bucket.shard, device=device)
+        self.norms = torch.zeros(bucket.shard // BLOCK, device=device)
+        self.flat: Tensor | None = None  # the send buffer, while this backward fills it
+        self.direct: dict[int, Tensor] = {}  # gradients sent from where they lie
+        self.arrived: set[int] = set()
+        # Small parameters share blocks of 1024, so their squares are summed over units of 64.
+        units: list[int] = []
+        owners: list[int] = []
+        for piece in self.pieces:
+            if self.slots[piece.param].is_small:
+                first, last = piece.offset // UNIT, (piece.offset + piece.length) // UNIT
+                units += range(first, last)
+                owners += [piece.param] * (last - first)
+        self.units = torch.tensor(units, dtype=torch.int64, device=device)
+        self.unit_norms = torch.zeros(len(units), device=device)
+        blocks = [
+            (block, piece.param)
+            for piece in self.pieces
+            if not self.slots[piece.param].is_small
+            for block in range(piece.offset // BLOCK, (piece.offset + piece.length) // BLOCK)
+        ]
+        self.blocks = torch.tensor([block for block, _ in blocks], dtype=torch.int64, device=device)
+        self.owners = torch.tensor([param for _, param in blocks] + owners, dtype=torch.int64, device=device)
+
+    def take(self, param: int, gradient: Tensor, flat: Callable[[], Tensor]) -> None:
+        """Put a parameter's gradient where it will be sent from."""
+        self.arrived.add(param)
+        slot = self.slots[param]
+        if param in self.direct_params and gradient.is_contiguous():
+            whole = slot.numel // BLOCK * BLOCK
+            values = gradient.view(-1)
+            self.direct[param] = values
+            if whole < slot.numel:
+                flat()[slot.start + whole : slot.start + slot.numel].copy_(values[whole:])
+            return
+        flat()[slot.start : slot.start + slot.numel].view(gradient.shape).copy_(gradient)
+
+    def rows(self, flat: Callable[[], Tensor]) -> list[list[Part]]:
+        """The parts of each row, absent gradients and padding as zeros."""
+        for slot in self.bucket.slots:
+            if slot.param not in self.arrived:
+                flat()[slot.start : slot.start + slot.numel].zero_()
+        for start, stop in self.bucket.gaps:
+            flat()[start:stop].zero_()
+        rows: list[list[Part]] = [[] for _ in range(self.bucket.ranks)]
+        for cut in self.cuts:
+            if cut.param in self.direct:
+                begin = self.slots[cut.param].start
+                data = self.direct[cut.param][cut.start - begin : cut.stop - begin]
+            else:
+                data = flat()[cut.start : cut.stop]
+            rows[cut.row].append(Part(cut.start - cut.row * self.bucket.shard, data))
+        return rows
+
+    def squares(self) -> Tensor:
+        """Sums of squares, FP64, one for each entry of `owners`; scaled as the gradients are."""
+        norms = torch.cat((self.norms.index_select(0, self.blocks), self.unit_norms))
+        return norms.double().square_()
+
+    def culprits(self, rows: Sequence[Sequence[Part]]) -> Tensor | None:
+        """Into how many of this rank's pieces each source brought an inf or a NaN; None where the sum is finite.
+
+        Returns:
+            (N + 1, 2) FP64: by source rank the counts of inf and of NaN; the last row counts pieces where the sum is
+            not finite though no row is known to be at fault.
+        """
+        # On the CPU the host may look for free, and a clean bucket costs one pass over its norms.
+        suspects = set(torch.nonzero(~self.norms.isfinite()).view(-1).tolist())
+        if not suspects:
+            return None
+        counts = torch.zeros(self.bucket.ranks + 1, 2, dtype=torch.float64, device=self.shard.device)
+        for piece in self.pieces:
+            stop = piece.offset + piece.length
+            if suspects.isdisjoint(range(piece.offset // BLOCK, (stop - 1) // BLOCK + 1)):
+                continue
+            found = torch.zeros_like(counts)
+            for source, parts in enumerate(rows):
+                for part in parts:
+                    low, high = max(piece.offset, part.offset), min(stop, part.offset + part.data.numel())
+                    if low < high:
+                        found[source] += inf_and_nan(part.data[low - part.offset : high - part.offset])
+            blameless = ~found.any()
+            found[-1] = inf_and_nan(self.shard[piece.offset : stop]) * blameless
+            counts += found.sign()
+        return counts
+
+
+def inf_and_nan(values: Tensor) -> Tensor:
+    """Whether there is an inf, and whether there is a NaN: two FP64 numbers, 0 or 1, on the device of `values`."""
+    values = values.float()
+    return torch.stack((values.isinf().any(), values.isnan().any())).double()
+
+
+class Pool:
+    """Buffers of one size that are handed out and come back."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._free: list[Tensor] = []
+        self.bytes = 0
+
+    def get(self) -> Tensor:
+        """A free buffer, or a new one."""
+        if self._free:
+            return self._free.pop()
+        buffer = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        self.bytes += buffer.numel() * buffer.element_size()
+        return buffer
+
+    def put(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        self._free.append(buffer)
+
+
+class Gradients:
+    """The gradients of all trainable parameters.
+
+    Args:
+        layout: where each parameter lies.
+        parameters: the trainable parameters, by their index in the layout.
+        names: their names, for errors.
+        collectives: the shard group.
+        dtypes: the dtype of each bucket by the layout's word for it.
+        native: sum with the backend's own reduce-scatter, in the wire's dtype.
+        local_sums: stage 1: under `no_sync` whole gradients are added up locally, in FP32.
+        overlap: let exchanges run while backward goes on.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        collectives: Collectives,
+        dtypes: dict[str, torch.dtype],
+        *,
+        native: bool,
+        local_sums: bool,
+        overlap: bool,
+    ) -> None:
+        self.layout = layout
+        self.names = names
+        self.native = native
+        self.local_sums = local_sums
+        self.window = WINDOW if overlap else 0
+        self._collectives = collectives
+        device = collectives.device
+        self.buckets = [
+            BucketGradients(bucket, collectives.rank, dtypes[bucket.dtype], device, direct=not native)
+            for bucket in layout.buckets
+        ]
+        self._owner = {slot.param: found for found in self.buckets for slot in found.bucket.slots}
+        self._sends: dict[torch.dtype, Pool] = {}
+        self._landings: dict[torch.dtype, Pool] = {}
+        for dtype in {*dtypes.values(), torch.float32}:
+            sizes = [b.bucket for b in self.buckets if b.dtype == dtype or (local_sums and dtype == torch.float32)]
+            send = max((bucket.size for bucket in sizes), default=0)
+            landing = max((bucket.shard for bucket in sizes), default=0) * (collectives.world_size - 1)
+            self._sends[dtype] = Pool(send, dtype, device)
+            self._landings[dtype] = Pool(landing, dtype, device)
+        self._owners = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(b.owners for b in self.buckets)])
+        self._flying: list[tuple[BucketGradients, Exchange, Tensor, Tensor | None]] = []
+        self._next = 0
+        self.in_backward = False
+        self.synchronising = True  # False under no_sync in stage 1
+        self.armed = True  # False between step and the next scaled loss, where losses are scaled
+        self.at_begin: Callable[[], None] = lambda: None
+        self.at_end: list[Callable[[], None]] = []
+        self.reset()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook_for(index))
+            for index, parameter in enumerate(parameters)
+            if parameter.numel()
+        ]
+
+    def reset(self) -> None:
+        """Drop what this step's backwards have brought."""
+        self.backwards = 0
+        self.reduced = False
+        self.seen = [False] * len(self.names)
+        self.brought = torch.zeros(self.layout.ranks + 1, 2, dtype=torch.float64, device=self._collectives.device)
+        self._local: list[Tensor | None] = [None] * len(self.buckets)
+        self._locally_summed = False
+
+    # -- one backward
+
+    def begin(self) -> None:
+        """The first gradient, or the gradient of the loss itself, has been reached: a backward begins."""
+        if self.in_backward:
+            return
+        self._collectives.refuse_after_failure()
+        self.in_backward = True
+        self.backwards += 1
+        self._next = 0
+        self._locally_summed |= not self.synchronising
+        for bucket in self.buckets:
+            bucket.arrived.clear()
+        self.at_begin()
+
+    def begin_in_autograd(self) -> None:
+        """As `begin`, from inside a backward, whose end will be the end of ours.
+
+        The engine's callback is private in torch; DistributedDataParallel and FSDP2 stand on it too.
+        """
+        if not self.in_backward:
+            self.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def _hook_for(self, index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self._receive(index, gradient)
+
+        return hook
+
+    def _receive(self, index: int, gradient: Tensor) -> None:
+        name = self.names[index]
+        if not self.armed:
+            raise RuntimeError(
+                f"a gradient of {name} arrived though no loss was scaled since the last step: call "
+                "optimizer.backward(loss), or optimizer.scale(loss).backward(), in place of loss.backward(): the update "
+                "would be too small by the loss scale"
+            )
+        if gradient.is_sparse:
+            raise TypeError(f"the gradient of {name} is sparse: make its layer with sparse=False")
+        self.begin_in_autograd()
+        bucket = self._owner[index]
+        if index in bucket.arrived:
+            raise RuntimeError(
+                f"{name} received a second gradient in one backward (reentrant activation checkpointing does that): use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        self.seen[index] = True
+        if self._locally_summed:
+            bucket.arrived.add(index)
+            slot = bucket.slots[index]
+            local = self._local_sum(bucket)[slot.start : slot.start + slot.numel]
+            local.view(gradient.shape).add_(gradient)
+        else:
+            bucket.take(index, gradient, lambda: self._flat(bucket))
+        if self.synchronising:
+            self._launch_complete()
+
+    def _flat(self, bucket: BucketGradients) -> Tensor:
+        if bucket.flat is None:
+            bucket.flat = self._sends[bucket.dtype].get()
+        return bucket.flat[: bucket.bucket.size]
+
+    def _local_sum(self, bucket: BucketGradients) -> Tensor:
+        found = self._local[bucket.bucket.index]
+        if found is None:
+            found = torch.zeros(bucket.bucket.size, device=self._collectives.device)
+            self._local[bucket.bucket.index] = found
+        return found
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if len(bucket.arrived) < len(bucket.slots):
+                return
+            self._launch(bucket)
+
+    def end(self) -> None:
+        """Backward is over: launch the rest, absent gradients as zeros, and wait until all is summed."""
+        if self.synchronising:
+            while self._next < len(self.buckets):
+                self._launch(self.buckets[self._next])
+            while self._flying:
+                self._land()
+            self.reduced = True
+            self._local = [None] * len(self.buckets)
+            self._locally_summed = False
+        self.in_backward = False
+        for then in self.at_end:
+            then()
+
+    def _launch(self, bucket: BucketGradients) -> None:
+        self._next += 1
+        local = self._local_sum(bucket) if self._locally_summed else None
+        if self.native:
+            self._reduce_native(bucket, local)
+            return
+        dtype = torch.float32 if local is not None else bucket.dtype
+        landing = self._landings[dtype].get()
+        shape = (bucket.bucket.ranks - 1, bucket.bucket.shard)
+        arrivals = landing[: shape[0] * shape[1]].view(shape)
+        if local is not None:
+            rows = [[Part(0, row)] for row in local.view(bucket.bucket.ranks, -1)]
+        else:
+            rows = bucket.rows(lambda: self._flat(bucket))
+        exchange = self._collectives.start_exchange(bucket.bucket.index, rows, arrivals)
+        self._flying.append((bucket, exchange, landing, bucket.flat))
+        bucket.flat, bucket.direct = None, {}
+        while len(self._flying) > self.window:
+            self._land()
+
+    def _land(self) -> None:
+        bucket, exchange, landing, flat = self._flying.pop(0)
+        self._collectives.finish_exchange(exchange, bucket.shard, accumulate=self.reduced, norms=bucket.norms)
+        self._note(bucket, exchange.rows)
+        self._landings[landing.dtype].put(landing)
+        if flat is not None:
+            self._sends[flat.dtype].put(flat)
+
+    def _reduce_native(self, bucket: BucketGradients, local: Tensor | None) -> None:
+        if local is not None:
+            flat = local
+        else:
+            bucket.rows(lambda: self._flat(bucket))
+            flat = self._flat(bucket)
+        total = torch.empty(bucket.bucket.shard, dtype=flat.dtype, device=flat.device)
+        self._collectives.reduce_native(flat.view(bucket.bucket.ranks, -1), total)
+        if self.reduced:
+            bucket.shard.add_(total.float())
+        else:
+            bucket.shard.copy_(total)
+        block_norms(bucket.shard.view(-1, BLOCK), bucket.norms)
+        self._note(bucket, [])  # the backend's sum hides who brought what
+        if bucket.flat is not None:
+            self._sends[bucket.flat.dtype].put(bucket.flat)
+            bucket.flat = None
+
+    def _note(self, bucket: BucketGradients, rows: Sequence[Sequence[Part]]) -> None:
+        if len(bucket.units):
+            units = bucket.shard.view(-1, UNIT).index_select(0, bucket.units)
+            block_norms(units, bucket.unit_norms)
+        counts = bucket.culprits(rows)
+        if counts is not None:
+            self.brought += counts
+
+    # -- what the others read
+
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """Sums of squares of this rank's blocks, FP64, and the parameter that each belongs to."""
+        squares = torch.cat([bucket.squares() for bucket in self.buckets])
+        return squares, self._owners
+
+    def absent(self) -> list[int]:
+        """Parameters that had no gradient on this rank since the last step."""
+        return [index for index, seen in enumerate(self.seen) if not seen and index in self._owner]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the gradient shard, and of local whole sums while `no_sync` keeps them."""
+        sums = [bucket.shard for bucket in self.buckets] + [local for local in self._local if local is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in sums)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the send buffers and landing rows that exist."""
+        return sum(pool.bytes for pools in (self._sends, self._landings) for pool in pools.values())

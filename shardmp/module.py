@@ -1,0 +1,236 @@
+"""`ShardedModule`: the wrapper around the user's model.
+
+Owns:      the forward (autocast, modules that stay FP32, the dtype of outputs) and what may read parameters when.
+Takes:     the user's module, whose parameters are views of flat buckets by now.
+Gives:     a module with the same keys and current values.
+Invariant: no read through the wrapper or through a submodule's forward sees a bucket that is still being gathered.
+
+[Note: every read] A wait on a module's own forward is not enough: MultiheadAttention never calls its `out_proj`, and
+a parent may read `self.child.weight`. While a gather is under way the wrapper's forward therefore runs under a torch-
+function mode, which sees the arguments of every torch call and waits for the buckets that they are views of, by
+storage. A submodule called from outside the wrapper waits for everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .collectives import Collectives
+from .gradients import Gradients
+from .parameters import Parameters
+from .precision import Precision
+
+
+class _WaitForReads(TorchFunctionMode):
+    """Waits for a bucket when a torch call is about to read it."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._parameters.gathering:
+            self._parameters.ready_for(args)
+            if kwargs:
+                self._parameters.ready_for(kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating tensor in it cast to `dtype`; integers, booleans and FP64 are left as they are.
+
+    Lists, tuples, named tuples, dicts and dict-like outputs (such as transformers' ModelOutput) keep their type.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype in (torch.float16, torch.bfloat16, torch.float32) else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    if isinstance(value, Mapping):
+        items = {key: cast_floating(item, dtype) for key, item in value.items()}
+        try:
+            return type(value)(**items) if type(value) is not dict else items
+        except TypeError:
+            return items
+    return value
+
+
+class ShardedModule(nn.Module):
+    """The user's model, trained by a `ShardedOptimizer`. Made by `shardmp.shard`.
+
+    `state_dict()`, `parameters()`, `named_parameters()` and their like have the unwrapped model's keys and current
+    values. Unknown attributes are those of the wrapped model, which is `module`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        collectives: Collectives,
+        parameters: Parameters,
+        gradients: Gradients,
+        *,
+        broadcast_buffers: bool,
+        drop_gradients: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self._precision = precision
+        self._collectives = collectives
+        self._parameters_ = parameters
+        self._gradients = gradients
+        self._drop_gradients = drop_gradients
+        self._in_forward = False
+        self._autocast_off: list[Any] = []
+        for inner in module.modules():
+            inner.register_forward_pre_hook(self._before_submodule)
+        for kept in precision.fp32_modules(module).values():
+            kept.register_forward_pre_hook(self._enter_fp32, with_kwargs=True)
+            kept.register_forward_hook(self._leave_fp32, always_call=True)
+        # Dynamo would trace the waiting mode; a compiled part reads everything at once anyway.
+        self._compiled = any(
+            getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in module.modules()
+        )
+        if broadcast_buffers:
+            gradients.at_end.append(self._broadcast_buffers)
+
+    # -- forward
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped model's forward in `precision`; its floating outputs come back in FP32 (`Precision.output`)."""
+        if self._compiled:
+            self._parameters_.all_ready()
+        policy = self._precision
+        if not policy.autocast:
+            args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
+        with self._reads_wait(), self._autocast():
+            output = self.module(*args, **kwargs)
+        return cast_floating(output, torch.float32) if policy.output == "fp32" else output
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        policy = self._precision
+        if not policy.autocast or policy.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self._collectives.device.type, policy.dtype)
+
+    @contextlib.contextmanager
+    def _reads_wait(self) -> Iterator[None]:
+        if self._in_forward or not self._parameters_.gathering:
+            yield
+            return
+        self._in_forward = True
+        try:
+            with _WaitForReads(self._parameters_):
+                yield
+        finally:
+            self._in_forward = False
+        self._parameters_.all_ready()  # what this forward did not read; nothing is left to hide it under
+
+    def _before_submodule(self, module: nn.Module, args: Any) -> None:
+        if not self._in_forward:
+            self._parameters_.all_ready()
+
+    def _enter_fp32(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        context = torch.autocast(self._collectives.device.type, enabled=False)
+        context.__enter__()
+        self._autocast_off.append(context)
+        return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+
+    def _leave_fp32(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._autocast_off.pop().__exit__(None, None, None)
+
+    # -- gradients
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing, as in DistributedDataParallel.
+
+        Stage 1 adds whole gradients up in FP32 (4 bytes per parameter while it does), and the next backward outside
+        reduces them. Stage 2 reduces each backward, and needs no such promise: there this changes nothing.
+        """
+        before = self._gradients.synchronising
+        self._gradients.synchronising = before and not self._gradients.local_sums
+        try:
+            yield
+        finally:
+            self._gradients.synchronising = before
+
+    @torch.no_grad()
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's buffers, in one call, at the end of a backward: a rank without data runs no forward."""
+        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
+        if not buffers or self._collectives.world_size == 1:
+            return
+        flat = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
+        self._collectives.broadcast(flat)
+        if self._collectives.rank:
+            sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+            for buffer, values in zip(buffers, flat.split(sizes), strict=True):
+                # The clone aligns the bytes for wider types.
+                buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that were accumulated since the last step."""
+        self._drop_gradients()
+        self.module.zero_grad(set_to_none)
+
+    # -- the same keys and current values as the unwrapped model
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The wrapped model's, up to date."""
+        self._parameters_.all_ready()
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The wrapped model's."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped model's: parameters are the rounding of the masters; for FP32 masters see `optimizer.master`."""
+        self._parameters_.all_ready()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights, on every rank the same, and renew the masters from them.
+
+        Raises:
+            ValueError: `assign=True`, which would take parameters out of their buckets.
+        """
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
+        self._parameters_.all_ready()
+        result = self.module.load_state_dict(state_dict, strict=strict)
+        self._parameters_.renew_masters()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # -- what would silently break the flat views
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NoReturn:
+        raise RuntimeError(
+            "moving or casting a model after shard() would take its parameters out of their buckets: move or cast it "
+            "before, and choose the dtype with shard(precision=...)"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(
+            "deepcopy of a sharded model would share its collectives: copy the plain model before shard(), or load "
+            "model.state_dict() into a new one"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError("a sharded model cannot be pickled: save model.state_dict(), or use shardmp.save")

@@ -1,0 +1,414 @@
+"""`ShardedOptimizer`: the sharded mixed-precision step, to be read beside the papers.
+
+Owns:      the order of a step, and what the user may do when.
+Takes:     the parts that `shard` has wired: gradients, scaler, update, parameters, collectives.
+Gives:     a `torch.optim.Optimizer` that keeps the user's parameter groups, and a `StepReport` for each step.
+Invariant: all ranks make the same collectives in the same order; a skipped step changes nothing but the loss scale.
+
+Papers: "Mixed Precision Training" (arXiv 1710.03740) and "ZeRO" (arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import budgeting
+from .collectives import Collectives
+from .gradients import Gradients
+from .layout import Layout
+from .parameters import Parameters
+from .precision import Precision
+from .scaler import LossScaler
+from .update import Update
+from .verdict import Contribution, StepReport, decide
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer whose FP32 masters, moments and gradient sums are sharded over ranks. Made by `shardmp.shard`.
+
+    It keeps the `param_groups` dicts of the optimizer that was handed in: schedulers made before or after act on it,
+    and an `lr` written into a group holds at the next step.
+    """
+
+    def __init__(
+        self,
+        original: Optimizer,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        frozen: Sequence[tuple[str, nn.Parameter]],
+        layout: Layout,
+        precision: Precision,
+        collectives: Collectives,
+        parameters: Parameters,
+        gradients: Gradients,
+        update: Update,
+        *,
+        average: str,
+        max_grad_norm: float | None,
+    ) -> None:
+        # Optimizer.__init__ would copy the groups; __setstate__ (torch's own, for unpickling) takes them as they are.
+        Optimizer.__setstate__(
+            self,
+            {"defaults": original.defaults, "state": defaultdict(dict), "param_groups": original.param_groups},
+        )
+        self.precision = precision
+        self._original = original
+        self._names = list(names)
+        self._shapes = [param.shape for param in params]
+        self._frozen = frozen
+        self._index = {name: index for index, name in enumerate(names)}
+        self._layout = layout
+        self._collectives = collectives
+        self._parameters = parameters
+        self._gradients = gradients
+        self._update = update
+        self._scaler = LossScaler(precision, collectives.device)
+        self._average = average
+        self._clip_once: float | None = None
+        self._steps = 0
+        self._used_scale = self._scaler.scale
+        self._max_grad_norm = max_grad_norm
+        self.report: StepReport | None = None
+        """The report of the last step; None before the first."""
+        gradients.at_begin = self._begin_backward
+        gradients.at_end.append(self._end_backward)
+        gradients.armed = not precision.has_loss_scale
+        self._forget_losses()
+
+    # -- losses and backward
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, in FP32; call `backward()` on it.
+
+        Args:
+            loss: 0-dim, real and floating; the mean over this rank's micro-batch.
+
+        Raises:
+            TypeError, ValueError: the loss is not one number of a graph.
+        """
+        self._check_loss(loss)
+        self._look_at_frozen()
+        self._used_scale = self._scaler.scale
+        scaled = loss.float() * self._used_scale
+        value = loss.detach().double()
+
+        def reached(gradient: Tensor) -> None:  # the first thing that a backward through this loss does
+            self._gradients.armed = True
+            self._gradients.begin_in_autograd()
+            finite, one = value.isfinite(), torch.ones_like(value)
+            self._losses += torch.stack((value, (~finite).double(), one, one))
+            self._counted = True
+
+        scaled.register_hook(reached)
+        return scaled
+
+    def backward(self, loss: Tensor | None, **options: Any) -> None:
+        """Scale the loss and run backward; gradients are reduced while it runs, and are summed when it returns.
+
+        Args:
+            loss: 0-dim; or None on a rank without data, which joins the reduction and counts as no micro-batch.
+            options: for `Tensor.backward` (`retain_graph`, ...).
+        """
+        if loss is None:
+            self._gradients.begin()
+            self._counted = True
+            self._gradients.end()
+            return
+        try:
+            self.scale(loss).backward(**options)
+        except BaseException as error:
+            if self._gradients.in_backward:
+                self._collectives.poison(f"backward raised {type(error).__name__}: {error}")
+            raise
+
+    def _begin_backward(self) -> None:
+        self._counted = False
+        self._collectives.at(f"step {self._steps + 1}, backward {self._gradients.backwards}")
+
+    def _end_backward(self) -> None:
+        """Count a plain `loss.backward()` (BF16, FP32), whose value is not known, as a micro-batch."""
+        if not self._counted:
+            self._losses[2] += 1
+
+    def _forget_losses(self) -> None:
+        self._losses = torch.zeros(4, dtype=torch.float64, device=self._collectives.device)
+        self._counted = False
+
+    def _check_loss(self, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}")
+        if loss.numel() != 1 or not loss.is_floating_point():
+            raise ValueError(
+                f"loss: expected one floating-point number, got shape {tuple(loss.shape)} and {loss.dtype}: reduce it "
+                "(loss.mean()) first"
+            )
+        if not loss.requires_grad:
+            raise ValueError("loss: it depends on no parameter; on a rank without data call optimizer.backward(None)")
+
+    def _look_at_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when shard() was called and has been unfrozen since: it has no master "
+                    "weights and would not train. Unfreeze it before shard(), or call shard() on the plain model anew"
+                )
+
+    # -- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, divide_by: float | Tensor | None = None) -> Any:
+        """Unscale, clip, update the FP32 masters, and let every rank have their rounding.
+
+        Args:
+            closure: as in torch: called once, with gradients enabled; it calls `optimizer.backward`.
+            divide_by: the divisor of the summed gradient, the same on every rank, in place of the average.
+
+        Returns:
+            The step's `StepReport`, or what the closure returned.
+
+        Raises:
+            RuntimeError: no backward since the last step; too many skips that a smaller scale cannot cure.
+            OverflowError: a master that the update of the step before made too large for FP16.
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        self._check_before_step(divide_by)
+        self._collectives.at(f"step {self._steps + 1}, after backward {self._gradients.backwards}")
+
+        verdict = decide(
+            self._contribution(divide_by),
+            self._collectives,
+            scale=self._used_scale,
+            average=self._average,
+            max_grad_norm=self._max_grad_norm if self._clip_once is None else self._clip_once,
+        )
+        left_out = self._update.left_out(verdict, self._gradients.absent())
+        for index in reversed(range(len(self._layout.buckets))):  # in the order in which the next forward reads them
+            self._update.step_bucket(index, verdict, left_out)
+            self._parameters.publish(index)
+        self._scaler.update(verdict.found_inf, verdict.loss_not_finite)
+
+        self._steps += 1
+        self.report = StepReport(self._steps, verdict, self._scaler.hopeless, self._names)
+        self._original._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made before `shard`
+        self._clip_once = None
+        self._start_window()
+        torch.clear_autocast_cache()  # an autocast region around the whole loop would keep old weights
+        return self.report if closure is None else value
+
+    def _contribution(self, divide_by: float | Tensor | None) -> Contribution:
+        squares, owners = self._gradients.squares()
+        return Contribution(
+            squares=squares,
+            owners=owners,
+            had_gradient=self._gradients.seen,
+            brought=self._gradients.brought,
+            losses=self._losses,
+            too_large=self._parameters.too_large(),
+            divide_by=divide_by,
+            stop=False,
+        )
+
+    def _check_before_step(self, divide_by: float | Tensor | None) -> None:
+        self._collectives.refuse_after_failure()
+        if self._gradients.in_backward:
+            self._collectives.poison("a backward that did not finish")
+            self._collectives.refuse_after_failure()
+        if not self._gradients.reduced:
+            cause = "every backward since was under no_sync()" if self._gradients.backwards else "call backward first"
+            raise RuntimeError(f"step() without a gradient since the last step: {cause}")
+        if divide_by is not None and not isinstance(divide_by, Tensor):
+            if isinstance(divide_by, bool) or not isinstance(divide_by, numbers.Real):
+                raise TypeError(f"step(divide_by=...): expected a number or a 0-dim tensor, got {divide_by!r}")
+            if not (math.isfinite(divide_by) and divide_by > 0):
+                raise ValueError(f"step(divide_by=...): expected a finite number above 0, got {divide_by}")
+        elif isinstance(divide_by, Tensor) and divide_by.numel() != 1:
+            raise ValueError(f"step(divide_by=...): expected one number, got shape {tuple(divide_by.shape)}")
+        self._look_at_frozen()
+        self._look_at_last_step()
+
+    def _look_at_last_step(self) -> None:
+        """The host reads the verdict of the step before: by now it waits for nothing."""
+        if self.report is None:
+            return
+        self.report.check_update()
+        if self.report.hopeless_skips >= self.precision.max_skips:
+            raise RuntimeError(
+                f"{self.report.hopeless_skips} steps in a row were skipped {self._why_hopeless(self.report)}; the last at "
+                f"step {self.report.step}: {self.report.overflow}"
+            )
+
+    def _why_hopeless(self, report: StepReport) -> str:
+        overflow = report.overflow
+        if overflow is not None and overflow.loss_not_finite:
+            return "with a loss that was itself not finite: look for the cause in the forward, not in the loss scale"
+        if not self.precision.has_loss_scale:
+            return f"because gradients were not finite ({self.precision.param} has no loss scale to lower)"
+        if self.precision.static_scale is not None:
+            return f"under the static loss scale {self.precision.static_scale}: choose a smaller one, or a dynamic one"
+        return f"at the smallest loss scale, {self.precision.min_scale}: gradients overflow whatever the scale"
+
+    def _start_window(self) -> None:
+        self._gradients.reset()
+        self._gradients.armed = not self.precision.has_loss_scale
+        self._forget_losses()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that were accumulated since the last step."""
+        if self._gradients.in_backward:
+            raise RuntimeError("zero_grad() inside a backward")
+        self._start_window()
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Clip the next step at `max_norm` (2-norm of the unscaled, averaged gradient), whatever `max_grad_norm` says."""
+        self._clip_once = check_max_norm(max_norm)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Gradients of a larger 2-norm (unscaled, averaged) are scaled down to it; None never clips. May be written."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._max_grad_norm = None if value is None else check_max_norm(value)
+
+    # -- looking
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale that the next loss will be multiplied by."""
+        return self._scaler.scale.item()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped since the start."""
+        return int(self._scaler.skipped.item())
+
+    @torch.no_grad()
+    def master(self, name: str) -> Tensor:
+        """The FP32 master weights of one parameter, whole, on every rank. Collective.
+
+        Raises:
+            KeyError: no trainable parameter has this name.
+        """
+        return self._whole(name, [bucket.master for bucket in self._parameters.buckets])
+
+    @torch.no_grad()
+    def full_grad(self, name: str) -> Tensor:
+        """The FP32 gradient of one parameter, whole, unscaled and averaged, between backward and step. Collective.
+
+        Raises:
+            KeyError: no trainable parameter has this name.
+            RuntimeError: there is no reduced gradient.
+        """
+        if not self._gradients.reduced:
+            raise RuntimeError("full_grad() without a reduced gradient: call it between backward and step")
+        whole = self._whole(name, [bucket.shard for bucket in self._gradients.buckets])
+        divisor: Tensor | float = self._collectives.world_size
+        if self._average == "micro_batches":
+            count = self._losses[2:].clone()
+            self._collectives.all_reduce(count)
+            divisor = count[0].clamp(min=1.0)
+        return whole.div_((self._used_scale.double() * divisor).float())
+
+    def _whole(self, name: str, shards: Sequence[Tensor]) -> Tensor:
+        if name not in self._index:
+            raise KeyError(f"no trainable parameter is called {name!r}; their names: {', '.join(self._names[:8])}, ...")
+        self._collectives.at(f"step {self._steps + 1}, reading {name}")
+        index = self._index[name]
+        shape = self._shapes[index]
+        whole = torch.empty(shape.numel(), device=self._collectives.device)
+        for piece in self._layout.owners(index) if shape.numel() else ():
+            part = whole[piece.lo : piece.hi]
+            if piece.rank == self._collectives.rank:
+                part.copy_(shards[piece.bucket][piece.offset : piece.offset + piece.hi - piece.lo])
+            self._collectives.broadcast(part, piece.rank)
+        return whole.view(shape)
+
+    def synchronize(self) -> None:
+        """Wait until every parameter is the rounding of its master: before reading raw inner parameters after `step`."""
+        self._parameters.all_ready()
+
+    # -- what it holds and sends
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds for training, counted tensor by tensor: see `budgeting.KINDS`."""
+        return {
+            "parameters": sum(_bytes(bucket.flat) for bucket in self._parameters.buckets),
+            "gradients": self._gradients.bytes,
+            "masters": sum(_bytes(bucket.master) for bucket in self._parameters.buckets if bucket.is_rounded),
+            "moments": self._update.state_bytes,
+            "buckets": self._gradients.buffer_bytes,
+        }
+
+    def predicted_memory(self) -> dict[str, int]:
+        """What `memory` should say, by `budgeting`."""
+        return budgeting.memory(
+            self._layout,
+            self._collectives.rank,
+            self._itemsize,
+            moments=self._update.moments,
+            window=self._gradients.window,
+            local_sums=False,
+        )
+
+    def wire_bytes(self) -> int:
+        """Bytes that this rank has sent since it was built."""
+        return self._collectives.sent_bytes
+
+    def predicted_wire_bytes(self, backwards: int = 1) -> int:
+        """Bytes that this rank sends in a step of so many backwards, by `budgeting`."""
+        factor = self._collectives.native_factor if self._gradients.native else 1
+        return budgeting.wire_bytes(self._layout, self._itemsize, backwards=backwards, native_factor=factor)
+
+    @property
+    def _itemsize(self) -> dict[str, int]:
+        return {found.bucket.dtype: found.flat.element_size() for found in self._parameters.buckets}
+
+    # -- what an ordinary optimizer can do and this one cannot
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refused: the layout is fixed."""
+        raise NotImplementedError(
+            "add_param_group() after shard(): the layout of shards is fixed; give every parameter to the optimizer, frozen "
+            "or not, before shard()"
+        )
+
+    def state_dict(self) -> NoReturn:
+        """Refused: state is sharded."""
+        raise NotImplementedError(
+            "state_dict(): the state is sharded over ranks; use shardmp.save(directory, model, optimizer)"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        """Refused: state is sharded."""
+        raise NotImplementedError(
+            "load_state_dict(): the state is sharded over ranks; use shardmp.load(directory, model, optimizer)"
+        )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def check_max_norm(value: Any) -> float:
+    """`value` as a norm to clip at.
+
+    Raises:
+        TypeError, ValueError: it is not a positive number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"max_grad_norm: expected a number or None, got {value!r}")
+    if not value > 0:
+        raise ValueError(f"max_grad_norm: expected a number above 0, got {value}")
+    return float(value)

@@ -1,0 +1,61 @@
+"""The loss scale as a state machine.
+
+Owns:      the loss scale, its growth and hysteresis counters, the count of skipped steps.
+Takes:     the global verdict alone: whether the step is skipped, and whether a loss was itself not finite.
+Gives:     the scale for the next losses, on the device; nothing here waits for the host.
+Invariant: every rank holds the same state, because all take the same verdict.
+
+The rule is that of "Mixed Precision Training" (arXiv 1710.03740, section 3.2) with the hysteresis of apex and
+Megatron: a skipped step uses one unit; at zero the scale backs off, and goes on doing so at each further skip; a
+growing scale refills it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .precision import Precision
+
+
+class LossScaler:
+    """Dynamic, static, or fixed at 1 (BF16 and FP32)."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.precision = precision
+        self.dynamic = precision.has_loss_scale and precision.static_scale is None
+        self.scale = torch.tensor(precision.first_scale, dtype=torch.float32, device=device)
+        self.growth = torch.zeros((), dtype=torch.int64, device=device)
+        self.hysteresis = torch.tensor(precision.hysteresis, dtype=torch.int64, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.hopeless = torch.zeros((), dtype=torch.int64, device=device)
+        """Skips in a row that a smaller scale cannot cure: at the minimum, under a fixed scale, or by a bad loss."""
+
+    def update(self, found_inf: Tensor, loss_not_finite: Tensor) -> None:
+        """Move by one step's verdict.
+
+        Args:
+            found_inf: 0-dim FP32, 1.0 where the step was skipped, else 0.0.
+            loss_not_finite: 0-dim bool, whether a loss of the step was inf or NaN before it was scaled.
+        """
+        skip = found_inf != 0
+        self.skipped += skip
+        incurable = loss_not_finite
+        if self.dynamic:
+            incurable = incurable | (self.scale <= self.precision.min_scale)
+            self._move(skip)
+        else:
+            incurable = torch.ones_like(skip)
+        self.hopeless = torch.where(skip & incurable, self.hopeless + 1, torch.zeros_like(self.hopeless))
+
+    def _move(self, skip: Tensor) -> None:
+        policy = self.precision
+        self.hysteresis = torch.where(skip, (self.hysteresis - 1).clamp_(min=0), self.hysteresis)
+        backed_off = (self.scale * policy.backoff_factor).clamp_(min=policy.min_scale)
+        self.scale = torch.where(skip & (self.hysteresis == 0), backed_off, self.scale)
+        self.growth = torch.where(skip, torch.zeros_like(self.growth), self.growth + 1)
+        grow = self.growth >= policy.growth_interval
+        grown = (self.scale * policy.growth_factor).clamp_(max=policy.max_scale)
+        self.scale = torch.where(grow, grown, self.scale)
+        self.hysteresis = torch.where(grow, torch.full_like(self.hysteresis, policy.hysteresis), self.hysteresis)
+        self.growth = torch.where(grow, torch.zeros_like(self.growth), self.growth)
