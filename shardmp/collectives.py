@@ -21,7 +21,7 @@ from torch import Tensor
 # A tile of the sum: its FP32 scratch (512 KB) stays in the second-level cache.
 TILE = 2**17
 
-_instances = 0  # ranks build their Collectives in the same order, so this numbers them alike
+_instances = 0  # the largest number that an instance of this process has
 
 # Deprecated names since torch 2.13; 2.11 has only those.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -53,23 +53,29 @@ class Collectives:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        global _instances
-        _instances += 1
         self.device = device
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._global = [0] if group is None else dist.get_process_group_ranks(group)
-        self._tag = _instances << 20
-        self._key = f"shardmp/{_instances}/place"
-        self._store = None if group is None else dist.distributed_c10d._get_default_store()
-        self._place = "building"
+        self._place = "shard()"
         self.failure: str | None = None
         self.sent_bytes = 0
+        self._store = None if group is None else dist.distributed_c10d._get_default_store()
+        self._key = "shardmp/0/place"
+        number = self._agree_on_number()
+        self._key = f"shardmp/{number}/place"
+        self._tag = number % 2**11 << 20  # of 31 bits; the bucket's number takes the rest
         # Peers by distance: every rank talks to another one at each moment, none is flooded.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self._sum = torch.empty(TILE, device=device)
         self._scratch = torch.empty(TILE, device=device)
+
+    def _agree_on_number(self) -> int:
+        """A number that tells this instance's messages from those of others, the same on every rank."""
+        global _instances
+        _instances = 1 + max(self.gather_objects(_instances))
+        return _instances
 
     # -- where everybody is, and what happens when somebody is not there
 
@@ -247,7 +253,7 @@ class Collectives:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        with self._doing("comparison of the ranks' models"):
+        with self._doing("meeting of the ranks"):
             dist.all_gather_object(found, value, group=self.group)
         return found
 

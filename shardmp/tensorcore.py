@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["disable", "enable", "is_enabled", "refusals"]
 
@@ -45,6 +45,18 @@ _SKINNY = 64
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _DTYPES = (torch.float16, torch.bfloat16)
+
+# Classes for which torch has no 16-bit kernel on the CPU, found by running those of torch.nn in both dtypes. The second
+# kind runs in FP32 under autocast.
+_WITHOUT_KERNEL: dict[torch.dtype, tuple[type[nn.Module], ...]] = {torch.float16: (nn.RReLU,), torch.bfloat16: ()}
+_NEED_AUTOCAST: tuple[type[nn.Module], ...] = (
+    nn.AvgPool3d,
+    nn.LPPool3d,
+    nn.LocalResponseNorm,
+    nn.CTCLoss,
+    nn.MultiMarginLoss,
+    nn.MultiLabelMarginLoss,
+)
 
 _active: set[torch.dtype] = set()
 _stock: dict[str, Kernel] = {}
@@ -79,6 +91,25 @@ def disable() -> None:
             _library._destroy()
             _library = None
         _stock.clear()
+
+
+def refusals(
+    model: nn.Module, kept: Iterable[str] = (), *, dtype: torch.dtype = torch.float16, autocast: bool = True
+) -> list[str]:
+    """What in `model` cannot train in `dtype` on any CPU, one message each; `kept` names modules that stay in FP32.
+
+    A subclass counts as its class. Losses count only without autocast, which runs them in FP32.
+    """
+    if dtype not in _DTYPES:
+        return []
+    classes = _WITHOUT_KERNEL[dtype] + (() if autocast else _NEED_AUTOCAST)
+    kept = tuple(kept)
+    return [
+        f"{name or 'the model'} ({type(module).__name__}): torch has no {str(dtype)[6:]} kernel for it on the CPU; "
+        f"keep it in FP32 with keep_fp32=({name!r},)"
+        for name, module in model.named_modules()
+        if isinstance(module, classes) and not any(not k or name == k or name.startswith(f"{k}.") for k in kept)
+    ]
 
 
 def _has_native_units(dtype: torch.dtype) -> bool:
@@ -138,7 +169,7 @@ def _addmm(c: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Tensor:
 def _product(c: Tensor | None, a: Tensor, b: Tensor, factors: dict[str, Any]) -> Tensor:
     """beta * c + alpha * (a @ b), where c may be broadcast; `factors` are alpha and beta as the caller gave them."""
     if a.dim() != 2 or b.dim() != 2 or a.size(1) != b.size(0):
-        return _multiply(c, a.float(), b.float(), factors)  # raises torch's own error
+        return _multiply(None, a.float(), b.float(), {})  # raises torch's own error
     m, k, n = a.size(0), a.size(1), b.size(1)
     if c is None and k == 1:
         return a * b  # an elementwise product of 16-bit numbers is made in FP32 and rounded once: no FP32 matrix at all
@@ -194,15 +225,17 @@ def _tiled_product(
     spread = None if c is None else c.expand(m, n)
     height, width = (max(part.stop - part.start for part in parts) for parts in (rows, columns))
     operand, product = _scratch("operand", width * k), _scratch("product", height * width)
+    b32: Tensor | None = None
     for i in rows:
         a32 = a[i].float()
         for j in columns:
-            b16 = b[:, j]
-            # In the memory order of b: a plain copy, and the FP32 kernel sees the layout it would see in the whole.
-            strides = (1, k) if b.stride(0) == 1 else (b16.size(1), 1)
-            b32 = operand.as_strided(b16.shape, strides).copy_(b16)
+            if b32 is None or len(columns) > 1:
+                b16 = b[:, j]
+                # In the memory order of b: a plain copy, and the FP32 kernel sees the layout it would see in the whole.
+                strides = (1, k) if b.stride(0) == 1 else (b16.size(1), 1)
+                b32 = operand.as_strided(b16.shape, strides).copy_(b16)
             c32 = None if spread is None else spread[i, j].float()
-            out = product[: a32.size(0) * b16.size(1)].view(a32.size(0), b16.size(1))
+            out = product[: a32.size(0) * b32.size(1)].view(a32.size(0), b32.size(1))
             result[i, j].copy_(_multiply(c32, a32, b32, factors, out))
     return result
 
@@ -221,7 +254,7 @@ def _row_times_matrix(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _scratch(name: str, numel: int) -> Tensor:
-    """FP32 memory for one tile, of which about _TILE elements belong to the thread and are never given back.
+    """FP32 memory for one tile, of which about _TILE elements belong to the thread as long as it lives.
 
     A fresh buffer would be paid for with a page fault every 4 KB.
     """
@@ -272,14 +305,12 @@ def _addmv(c: Tensor, a: Tensor, x: Tensor, **factors: Any) -> Tensor:
     if a.dim() != 2 or c.dim() > 1 or a.size(0) != c.numel() or a.numel() <= _TILE or a.stride(1) != 1:
         return stock(_CPU, c.float(), a.float(), x32, **factors).to(a.dtype)
     rows = _cut(a.size(0), a.size(1), _TILE)
-    parts = [
-        stock(_CPU, c[i : i + rows].float(), a[i : i + rows].float(), x32, **factors) for i in range(0, a.size(0), rows)
-    ]
+    parts = [stock(_CPU, c[i].float(), a[i].float(), x32, **factors) for i in rows]
     return torch.cat(parts).to(a.dtype)
 
 
 def _whole(name: str) -> Kernel:
-    """The stock kernel on upcast arguments, its 16-bit results rounded: for what needs no tiles."""
+    """The stock kernel on upcast arguments, its FP32 results rounded: for what needs no tiles."""
 
     def emulation(*args: Any, **kwargs: Any) -> Any:
         dtype = args[0].dtype
@@ -289,7 +320,7 @@ def _whole(name: str) -> Kernel:
             results = _stock[name](_CPU, *upcast, **kwargs)
         if isinstance(results, Tensor):
             return results.to(dtype)
-        return tuple(x if x is None else x.to(dtype) for x in results)
+        return tuple(x if x is None or x.dtype is not torch.float32 else x.to(dtype) for x in results)
 
     return emulation
 
@@ -327,7 +358,8 @@ def _out_variant(emulation: Kernel) -> Kernel:
         result = emulation(*args, **kwargs)
         if out.dtype is not result.dtype:
             raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead")
-        torch.ops.aten._resize_output_(out, result.shape, out.device)
+        if out.shape != result.shape:
+            out.resize_(result.shape)
         return out.copy_(result)
 
     return kernel
@@ -362,6 +394,8 @@ _EMULATIONS: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "_addmm_activation.out": ((1, 2, 0), _out_variant(_whole("_addmm_activation"))),
     "_convolution": ((0, 1), _whole("_convolution")),  # convolution ends here
     "convolution_backward": ((0, 1, 2), _whole("convolution_backward")),
+    "mkldnn_rnn_layer": ((0, 1, 2), _whole("mkldnn_rnn_layer")),  # an LSTM with FP32 inputs under autocast
+    "mkldnn_rnn_layer_backward": ((0, 1, 2), _whole("mkldnn_rnn_layer_backward")),
     "_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), _attention),
     "_scaled_dot_product_flash_attention_for_cpu_backward": ((0, 1, 2, 3), _attention_backward),
 }
