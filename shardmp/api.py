@@ -27,7 +27,7 @@ from .module import ShardedModule
 from .optimizer import ShardedOptimizer, check_max_norm
 from .parameters import Parameters
 from .precision import DTYPES, Precision, as_precision
-from .update import Update, refuse_if_not_elementwise
+from .update import Update, probe
 from .world import init
 
 ITEMSIZE = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in DTYPES.items()}
@@ -97,7 +97,7 @@ def shard(
         group = dist.group.WORLD
     collectives = Collectives(group, device)
     collectives.at("shard()")
-    policy, options = _agree(
+    policy, options, elementwise = _agree(
         collectives, model, optimizer, (precision, stage, reduce, average, max_grad_norm, bucket_mb, overlap, buffers)
     )
     if device.type == "cpu" and policy.dtype != torch.float32:
@@ -125,7 +125,7 @@ def shard(
         local_sums=options.stage == 1,
         overlap=options.overlap,
     )
-    update = Update(optimizer, params, parameters, gradients)
+    update = Update(optimizer, elementwise, params, parameters, gradients)
     sharded = ShardedOptimizer(
         optimizer,
         names,
@@ -183,22 +183,21 @@ def _options(policy: Precision, values: tuple[Any, ...]) -> _Options:
 
 def _agree(
     collectives: Collectives, model: nn.Module, optimizer: Optimizer, values: tuple[Any, ...]
-) -> tuple[Precision, _Options]:
+) -> tuple[Precision, _Options, set[str]]:
     """Check what this rank was given, and that all ranks were given the same.
 
     Raises:
         TypeError, ValueError: this rank's mistake, or another's, with its rank; the same on every rank.
     """
     error: Exception | None = None
-    found: tuple[Precision, _Options] | None = None
+    found: tuple[Precision, _Options, set[str]] | None = None
     lines: list[str] = []
     try:
         policy = as_precision(values[0])
         options = _options(policy, values[1:])
         _check_model(model, policy)
         _check_optimizer(model, optimizer)
-        refuse_if_not_elementwise(optimizer)
-        found = policy, options
+        found = policy, options, probe(optimizer)
         lines = _fingerprint(model, optimizer, policy, options)
     except (TypeError, ValueError) as mistake:
         error = mistake

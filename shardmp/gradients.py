@@ -226,16 +226,17 @@ class Gradients:
             for bucket in layout.buckets
         ]
         self._owner = {slot.param: found for found in self.buckets for slot in found.bucket.slots}
+        peers = collectives.world_size - 1
         self._sends: dict[torch.dtype, Pool] = {}
         self._landings: dict[torch.dtype, Pool] = {}
-        for dtype in {*dtypes.values(), torch.float32}:
-            sizes = [b.bucket for b in self.buckets if b.dtype == dtype or (local_sums and dtype == torch.float32)]
-            send = max((bucket.size for bucket in sizes), default=0)
-            landing = max((bucket.shard for bucket in sizes), default=0) * (collectives.world_size - 1)
-            self._sends[dtype] = Pool(send, dtype, device)
-            self._landings[dtype] = Pool(landing, dtype, device)
+        for dtype in {bucket.dtype for bucket in self.buckets}:
+            sizes = [found.bucket for found in self.buckets if found.dtype == dtype]
+            self._sends[dtype] = Pool(max(bucket.size for bucket in sizes), dtype, device)
+            self._landings[dtype] = Pool(max(bucket.shard for bucket in sizes) * peers, dtype, device)
+        shard = max((bucket.shard for bucket in layout.buckets), default=0)
+        self._local_landings = Pool(shard * peers, torch.float32, device)  # for local FP32 sums of any bucket
         self._owners = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(b.owners for b in self.buckets)])
-        self._flying: list[tuple[BucketGradients, Exchange, Tensor, Tensor | None]] = []
+        self._flying: list[tuple[BucketGradients, Exchange, tuple[Pool, Tensor], Tensor | None]] = []
         self._next = 0
         self.in_backward = False
         self.synchronising = True  # False under no_sync in stage 1
@@ -357,8 +358,8 @@ class Gradients:
         if self.native:
             self._reduce_native(bucket, local)
             return
-        dtype = torch.float32 if local is not None else bucket.dtype
-        landing = self._landings[dtype].get()
+        pool = self._landings[bucket.dtype] if local is None else self._local_landings
+        landing = pool.get()
         shape = (bucket.bucket.ranks - 1, bucket.bucket.shard)
         arrivals = landing[: shape[0] * shape[1]].view(shape)
         if local is not None:
@@ -366,16 +367,16 @@ class Gradients:
         else:
             rows = bucket.rows(lambda: self._flat(bucket))
         exchange = self._collectives.start_exchange(bucket.bucket.index, rows, arrivals)
-        self._flying.append((bucket, exchange, landing, bucket.flat))
+        self._flying.append((bucket, exchange, (pool, landing), bucket.flat))
         bucket.flat, bucket.direct = None, {}
         while len(self._flying) > self.window:
             self._land()
 
     def _land(self) -> None:
-        bucket, exchange, landing, flat = self._flying.pop(0)
+        bucket, exchange, (pool, landing), flat = self._flying.pop(0)
         self._collectives.finish_exchange(exchange, bucket.shard, accumulate=self.reduced, norms=bucket.norms)
         self._note(bucket, exchange.rows)
-        self._landings[landing.dtype].put(landing)
+        pool.put(landing)
         if flat is not None:
             self._sends[flat.dtype].put(flat)
 
@@ -425,4 +426,5 @@ class Gradients:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the send buffers and landing rows that exist."""
-        return sum(pool.bytes for pools in (self._sends, self._landings) for pool in pools.values())
+        pools = [*self._sends.values(), *self._landings.values(), self._local_landings]
+        return sum(pool.bytes for pool in pools)

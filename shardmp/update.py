@@ -68,13 +68,17 @@ def takes_flags(optimizer: Optimizer) -> bool:
 # -- the probe
 
 
-def refuse_if_not_elementwise(optimizer: Optimizer) -> None:
+def probe(optimizer: Optimizer) -> set[str]:
     """Step a small random matrix whole and in pieces, each piece as its own rank would: the results must agree.
+
+    Returns:
+        The names of the state tensors that have an element for each of the parameter's.
 
     Raises:
         TypeError: the class needs whole parameters, or something other than gradients; it names both.
     """
     name = type(optimizer).__name__
+    keys: set[str] = set()
     for number, group in enumerate(optimizer.param_groups):
         options = _probe_options(group)
         torch_state = torch.random.get_rng_state()
@@ -82,8 +86,8 @@ def refuse_if_not_elementwise(optimizer: Optimizer) -> None:
         start = torch.randn(16, 128, generator=generator)
         gradients = [torch.randn(16, 128, generator=generator) for _ in range(2)]
         try:
-            whole = _probe(optimizer, options, start, gradients, [(0, 2048)], as_matrix=True)
-            pieces = _probe(optimizer, options, start, gradients, [(0, 704), (704, 2048)], as_matrix=False)
+            whole, found = _trial(optimizer, options, start, gradients, [(0, 2048)], as_matrix=True)
+            pieces, _ = _trial(optimizer, options, start, gradients, [(0, 704), (704, 2048)], as_matrix=False)
         except Exception as error:
             raise TypeError(
                 f"optimizer {name} (group {number}): a trial step on a piece of a parameter failed: {error}. Sharded "
@@ -98,6 +102,8 @@ def refuse_if_not_elementwise(optimizer: Optimizer) -> None:
                 f"{worst:.3g} from the step on the whole. Sharded state needs an elementwise optimizer (Adam, AdamW, "
                 "SGD, RMSprop, ...)"
             )
+        keys |= found
+    return keys
 
 
 def _probe_options(group: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def _probe_options(group: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _probe(
+def _trial(
     optimizer: Optimizer,
     options: dict[str, Any],
     start: Tensor,
@@ -115,8 +121,9 @@ def _probe(
     cuts: Sequence[tuple[int, int]],
     *,
     as_matrix: bool,
-) -> Tensor:
+) -> tuple[Tensor, set[str]]:
     results = []
+    keys: set[str] = set()
     for first, last in cuts:
         values = start.clone() if as_matrix else start.view(-1)[first:last].clone()
         parameter = nn.Parameter(values)
@@ -130,7 +137,9 @@ def _probe(
             parameter.grad = gradient.clone() if as_matrix else gradient.view(-1)[first:last].clone()
             trial.step()
         results.append(parameter.detach().view(-1))
-    return torch.cat(results)
+        state = trial.state[parameter]
+        keys |= {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape}
+    return torch.cat(results), keys
 
 
 # -- the update
@@ -152,6 +161,7 @@ class Update:
 
     Args:
         optimizer: the user's; its class, attributes, groups and state are taken over. Its state is cut and released.
+        elementwise: the names of its state tensors that are cut; others (step counts) go to every piece.
         params: the trainable parameters, by index.
         parameters, gradients: the shards.
     """
@@ -159,6 +169,7 @@ class Update:
     def __init__(
         self,
         optimizer: Optimizer,
+        elementwise: set[str],
         params: Sequence[nn.Parameter],
         parameters: Parameters,
         gradients: Gradients,
@@ -176,7 +187,7 @@ class Update:
                 for tile in self._tiles(piece, group_of[id(params[piece.param])], part.master, gradient.shard)
             ]
             self.tiles.append(tiles)
-        self._cut_state(optimizer, params)
+        self._cut_state(optimizer, elementwise, params)
         if self.on_device:
             self._make_state()
 
@@ -188,7 +199,7 @@ class Update:
 
     # -- state
 
-    def _cut_state(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    def _cut_state(self, optimizer: Optimizer, elementwise: set[str], params: Sequence[nn.Parameter]) -> None:
         for tile in (tile for tiles in self.tiles for tile in tiles):
             param = params[tile.piece.param]
             state = optimizer.state.get(param)
@@ -198,7 +209,7 @@ class Update:
             lo = tile.piece.lo + tile.start
             own: dict[str, Any] = {}
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == param.shape:
+                if isinstance(value, Tensor) and key in elementwise:  # a 0-dim parameter's have a step count's shape
                     flat = torch.zeros(length, dtype=value.dtype, device=tile.parameter.device)
                     cut = value.detach().reshape(-1)[lo : lo + length]
                     flat[: cut.numel()].copy_(cut)

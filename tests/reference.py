@@ -222,7 +222,9 @@ def on_masters(optimizer: Optimizer, model: nn.Module, masters: dict[str, Master
         state = optimizer.state.pop(p)
         if id(p) in master_of:
             optimizer.state[master_of[id(p)]] = {
-                key: padded(value) if isinstance(value, Tensor) and value.shape == p.shape else value
+                key: padded(value)
+                if isinstance(value, Tensor) and value.shape == p.shape and key not in ("step", "mu_product")
+                else value
                 for key, value in state.items()
             }
     return optimizer
