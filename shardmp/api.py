@@ -195,7 +195,7 @@ def _agree(
     try:
         policy = as_precision(values[0])
         options = _options(policy, values[1:])
-        _check_model(model, policy)
+        _check_model(model, policy, collectives.device)
         _check_optimizer(model, optimizer)
         found = policy, options, probe(optimizer)
         lines = _fingerprint(model, optimizer, policy, options)
@@ -252,7 +252,7 @@ def _trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     return [name for name, _ in found], [p for _, p in found]
 
 
-def _check_model(model: nn.Module, policy: Precision) -> None:
+def _check_model(model: nn.Module, policy: Precision, device: torch.device) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard(model): expected an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -276,8 +276,9 @@ def _check_model(model: nn.Module, policy: Precision) -> None:
     if not _trainable(model)[1]:
         raise ValueError("shard(model): no parameter requires a gradient")
     policy.fp32_modules(model)
-    if policy.dtype != torch.float32:
-        refused = getattr(tensorcore, "refusals", lambda *_: [])(model, tuple(policy.fp32_modules(model)))
+    if policy.dtype != torch.float32 and device.type == "cpu":
+        kept = tuple(policy.fp32_modules(model))
+        refused = tensorcore.refusals(model, kept, dtype=policy.dtype, autocast=policy.autocast)
         if refused:
             raise ValueError("shard(model): " + "; ".join(refused))
 

@@ -143,10 +143,8 @@ class Verdict:
         self.scale = scale
         parts = dict(zip(lanes.lengths(), vector.split(list(lanes.lengths().values())), strict=True))
         self.losses = parts["losses"]
-        if average == "micro_batches":
-            usual = self.losses[2].clamp(min=1.0)
-        else:
-            usual = torch.full_like(self.losses[2], lanes.ranks)
+        micro_batches = self.losses[2].clamp(min=1.0)
+        usual = micro_batches if average == "micro_batches" else torch.full_like(micro_batches, lanes.ranks)
         # Rank 0's word counts on all ranks, so that no shard is divided by another number; a difference raises later.
         named = parts["divide_by"][0]
         divisor = torch.where(named != 0, named, usual)

@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import functools
 import inspect
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import shutil
@@ -242,10 +242,16 @@ def _shared_pool() -> _Pool:
 
 
 def close_pool() -> None:
-    """Kills the shared workers; the next call starts new ones."""
+    """Kills the shared workers and the fork server; the next call starts new ones."""
     if _shared_pool.cache_info().currsize:
         _shared_pool().close()
         _shared_pool.cache_clear()
+    # Left alone, the server ends when pytest does, but takes seconds to tear torch's modules down. Unreaped, it is found
+    # dead and started anew by multiprocessing.
+    server = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    if server is not None and sys.platform == "linux":
+        os.kill(server, signal.SIGKILL)
+        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
 
 
 def run_ranks(

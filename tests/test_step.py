@@ -1,7 +1,7 @@
 """Invariant 2: the sharded step equals a plain single process with FP32 masters, bit for bit.
 
-For stages 1 and 2, any bucket size, overlap on or off, any number of ranks and of backwards, and through overflows, with clipping
-active. The reference (reference.py) is written plainly and shares no code with the library.
+For stages 1 and 2, any bucket size, overlap on or off, any number of ranks and of backwards, and through overflows,
+with clipping active. The reference (reference.py) is written plainly and shares no code with the library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardmp
-import shardmp.gradients
+import shardmp.bucket_gradients
 from shardmp import ShardedModule, ShardedOptimizer, tensorcore
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -155,7 +155,7 @@ def test_gradients_that_are_sent_from_where_they_lie_give_the_same_bits(world_si
     steps = plan(world_size, 3, 2)
     expected = expect(Net, adamw, steps, dtype=DTYPES[precision], fused=True)
     patch = pytest.MonkeyPatch()
-    patch.setattr(shardmp.gradients, "DIRECT_NUMEL", 300)
+    patch.setattr(shardmp.bucket_gradients, "DIRECT_NUMEL", 300)
     try:
         for bucket_mb in (1e-6, 0.004, 8):
             found = train(Net, adamw, steps, precision=precision, bucket_mb=bucket_mb)

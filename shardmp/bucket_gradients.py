@@ -1,0 +1,180 @@
+"""One bucket's gradients: what is sent from where, this rank's FP32 shard of their sum, and what was wrong with it.
+
+Owns:      the shard and the norms of its blocks; the plan of messages; the pool of buffers.
+Takes:     gradients of single parameters, and the rows that peers have sent.
+Gives:     the parts of each row, sums of squares, and who brought an inf or a NaN.
+Invariant: every rank cuts a bucket into the same messages, wherever its own gradients happen to lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .collectives import Part
+from .layout import BLOCK, UNIT, Bucket, Piece
+
+# A gradient from this size on is sent from where autograd left it: a message of its own costs less than the copy.
+DIRECT_NUMEL = 2**18
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Elements [start, stop) of a bucket, all in one row; `param` is sent directly, None from the send buffer."""
+
+    row: int
+    start: int
+    stop: int
+    param: int | None
+
+
+def cuts_of(bucket: Bucket, *, direct: bool) -> tuple[Cut, ...]:
+    """How a bucket is divided into messages: by rows, and where a directly sent gradient begins or ends.
+
+    The same on every rank: a gradient that turns out not to be contiguous is copied, but cut alike. Cuts are
+    multiples of 1024, so the last incomplete block of a direct gradient travels in the send buffer.
+    """
+    spans: list[tuple[int, int, int | None]] = []
+    position = 0
+    for slot in bucket.slots:
+        whole = slot.numel // BLOCK * BLOCK
+        if direct and slot.numel >= DIRECT_NUMEL:
+            if slot.start > position:
+                spans.append((position, slot.start, None))
+            spans.append((slot.start, slot.start + whole, slot.param))
+            position = slot.start + whole
+    if position < bucket.size:
+        spans.append((position, bucket.size, None))
+    cuts = []
+    for start, stop, param in spans:
+        for row in range(start // bucket.shard, (stop - 1) // bucket.shard + 1):
+            first, last = max(start, row * bucket.shard), min(stop, (row + 1) * bucket.shard)
+            cuts.append(Cut(row, first, last, param))
+    return tuple(cuts)
+
+
+class BucketGradients:
+    """One bucket's part of the gradients: its shard, its blocks' norms, and what this backward has brought so far."""
+
+    def __init__(self, bucket: Bucket, rank: int, dtype: torch.dtype, device: torch.device, *, direct: bool) -> None:
+        self.bucket = bucket
+        self.dtype = dtype
+        self.cuts = cuts_of(bucket, direct=direct)
+        self.direct_params = {cut.param for cut in self.cuts if cut.param is not None}
+        self.slots = {slot.param: slot for slot in bucket.slots}
+        self.pieces: tuple[Piece, ...] = bucket.pieces(rank)
+        self.shard = torch.zeros(bucket.shard, device=device)
+        self.norms = torch.zeros(bucket.shard // BLOCK, device=device)
+        self.flat: Tensor | None = None  # the send buffer, while this backward fills it
+        self.direct: dict[int, Tensor] = {}  # gradients sent from where they lie
+        self.arrived: set[int] = set()
+        # Small parameters share blocks of 1024, so their squares are summed over units of 64.
+        units: list[int] = []
+        owners: list[int] = []
+        for piece in self.pieces:
+            if self.slots[piece.param].is_small:
+                first, last = piece.offset // UNIT, (piece.offset + piece.length) // UNIT
+                units += range(first, last)
+                owners += [piece.param] * (last - first)
+        self.units = torch.tensor(units, dtype=torch.int64, device=device)
+        self.unit_norms = torch.zeros(len(units), device=device)
+        blocks = [
+            (block, piece.param)
+            for piece in self.pieces
+            if not self.slots[piece.param].is_small
+            for block in range(piece.offset // BLOCK, (piece.offset + piece.length) // BLOCK)
+        ]
+        self.blocks = torch.tensor([block for block, _ in blocks], dtype=torch.int64, device=device)
+        self.owners = torch.tensor([param for _, param in blocks] + owners, dtype=torch.int64, device=device)
+
+    def take(self, param: int, gradient: Tensor, flat: Callable[[], Tensor]) -> None:
+        """Put a parameter's gradient where it will be sent from."""
+        self.arrived.add(param)
+        slot = self.slots[param]
+        if param in self.direct_params and gradient.is_contiguous():
+            whole = slot.numel // BLOCK * BLOCK
+            values = gradient.view(-1)
+            self.direct[param] = values
+            if whole < slot.numel:
+                flat()[slot.start + whole : slot.start + slot.numel].copy_(values[whole:])
+            return
+        flat()[slot.start : slot.start + slot.numel].view(gradient.shape).copy_(gradient)
+
+    def rows(self, flat: Callable[[], Tensor]) -> list[list[Part]]:
+        """The parts of each row, absent gradients and padding as zeros."""
+        for slot in self.bucket.slots:
+            if slot.param not in self.arrived:
+                flat()[slot.start : slot.start + slot.numel].zero_()
+        for start, stop in self.bucket.gaps:
+            flat()[start:stop].zero_()
+        rows: list[list[Part]] = [[] for _ in range(self.bucket.ranks)]
+        for cut in self.cuts:
+            if cut.param in self.direct:
+                begin = self.slots[cut.param].start
+                data = self.direct[cut.param][cut.start - begin : cut.stop - begin]
+            else:
+                data = flat()[cut.start : cut.stop]
+            rows[cut.row].append(Part(cut.start - cut.row * self.bucket.shard, data))
+        return rows
+
+    def squares(self) -> Tensor:
+        """Sums of squares, FP64, one for each entry of `owners`; scaled as the gradients are."""
+        norms = torch.cat((self.norms.index_select(0, self.blocks), self.unit_norms))
+        return norms.double().square_()
+
+    def culprits(self, rows: Sequence[Sequence[Part]]) -> Tensor | None:
+        """Into how many of this rank's pieces each source brought an inf or a NaN; None where the sum is finite.
+
+        Returns:
+            (N + 1, 2) FP64: by source rank the counts of inf and of NaN; the last row counts pieces where the sum is
+            not finite though no row is known to be at fault.
+        """
+        # On the CPU the host may look for free, and a clean bucket costs one pass over its norms.
+        suspects = set(torch.nonzero(~self.norms.isfinite()).view(-1).tolist())
+        if not suspects:
+            return None
+        counts = torch.zeros(self.bucket.ranks + 1, 2, dtype=torch.float64, device=self.shard.device)
+        for piece in self.pieces:
+            stop = piece.offset + piece.length
+            if suspects.isdisjoint(range(piece.offset // BLOCK, (stop - 1) // BLOCK + 1)):
+                continue
+            found = torch.zeros_like(counts)
+            for source, parts in enumerate(rows):
+                for part in parts:
+                    low, high = max(piece.offset, part.offset), min(stop, part.offset + part.data.numel())
+                    if low < high:
+                        found[source] += inf_and_nan(part.data[low - part.offset : high - part.offset])
+            blameless = ~found.any()
+            found[-1] = inf_and_nan(self.shard[piece.offset : stop]) * blameless
+            counts += found.sign()
+        return counts
+
+
+def inf_and_nan(values: Tensor) -> Tensor:
+    """Whether there is an inf, and whether there is a NaN: two FP64 numbers, 0 or 1, on the device of `values`."""
+    values = values.float()
+    return torch.stack((values.isinf().any(), values.isnan().any())).double()
+
+
+class Pool:
+    """Buffers of one size that are handed out and come back."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._free: list[Tensor] = []
+        self.bytes = 0
+
+    def get(self) -> Tensor:
+        """A free buffer, or a new one."""
+        if self._free:
+            return self._free.pop()
+        buffer = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        self.bytes += buffer.numel() * buffer.element_size()
+        return buffer
+
+    def put(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        self._free.append(buffer)
