@@ -13,6 +13,7 @@ one time.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -122,10 +123,16 @@ class Gradients:
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
     def _hook_for(self, index: int) -> Callable[[Tensor], None]:
+        # The garbage collector does not see the hooks of a tensor: a strong reference would keep a dropped model alive.
+        owner = weakref.ref(self)
+
         def hook(parameter: Tensor) -> None:
+            gradients = owner()
+            if gradients is None:
+                return
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            self._receive(index, gradient)
+            gradients._receive(index, gradient)
 
         return hook
 

@@ -170,16 +170,17 @@ def _product(c: Tensor | None, a: Tensor, b: Tensor, factors: dict[str, Any]) ->
     """beta * c + alpha * (a @ b), where c may be broadcast; `factors` are alpha and beta as the caller gave them."""
     if a.dim() != 2 or b.dim() != 2 or a.size(1) != b.size(0):
         return _multiply(None, a.float(), b.float(), {})  # raises torch's own error
-    m, k, n = a.size(0), a.size(1), b.size(1)
+    (m, k), n = a.shape, b.size(1)
     if c is None and k == 1:
         return a * b  # an elementwise product of 16-bit numbers is made in FP32 and rounded once: no FP32 matrix at all
-    if c is None and m == 1 and k * n > _TILE and b.stride(1) == 1:
-        return _row_times_matrix(a, b)
-    rows, columns = _cuts(a, b)
-    if len(rows) == len(columns) == 1:
-        bias = None if c is None else c.float()
-        return _multiply(bias, a.float(), b.float(), factors).to(a.dtype)
-    return _tiled_product(c, a, b, factors, rows, columns)
+    if max(m * k, k * n, m * n) > _TILE:
+        if c is None and m == 1 and b.stride(1) == 1:
+            return _row_times_matrix(a, b)
+        rows, columns = _cuts(a, b)
+        if len(rows) * len(columns) > 1:
+            return _tiled_product(c, a, b, factors, rows, columns)
+    bias = None if c is None else c.float()
+    return _multiply(bias, a.float(), b.float(), factors).to(a.dtype)
 
 
 def _multiply(c: Tensor | None, a: Tensor, b: Tensor, factors: dict[str, Any], out: Tensor | None = None) -> Tensor:
@@ -193,7 +194,7 @@ def _multiply(c: Tensor | None, a: Tensor, b: Tensor, factors: dict[str, Any], o
 
 def _cuts(a: Tensor, b: Tensor) -> tuple[list[slice], list[slice]]:
     """Rows and columns of the output tiles, by shape and layout alone."""
-    m, k, n = a.size(0), a.size(1), b.size(1)
+    (m, k), n = a.shape, b.size(1)
     budget = _TILE if min(m, k, n) <= _SKINNY else _LIMIT
     # Rows of a row-major a are one piece of memory, as are columns of a b that is a transposed view; other cuts read
     # short strips, which takes longer than upcasting it all.
@@ -218,7 +219,7 @@ def _cut(length: int, width: int, budget: int) -> list[slice]:
 def _tiled_product(
     c: Tensor | None, a: Tensor, b: Tensor, factors: dict[str, Any], rows: list[slice], columns: list[slice]
 ) -> Tensor:
-    m, k, n = a.size(0), a.size(1), b.size(1)
+    (m, k), n = a.shape, b.size(1)
     result = torch.empty(m, n, dtype=a.dtype)
     if c is not None and c.numel() <= max(m, n):
         c = c.float()  # a bias: upcast before it is spread
