@@ -1,6 +1,6 @@
 """One bucket's gradients: what is sent from where, this rank's FP32 shard of their sum, and what was wrong with it.
 
-Owns:      the shard and the norms of its blocks; the plan of messages; the pool of buffers.
+Owns:      the shard and its blocks' sums of squares; the plan of messages; the pool of buffers.
 Takes:     gradients of single parameters, and the rows that peers have sent.
 Gives:     the parts of each row, sums of squares, and who brought an inf or a NaN.
 Invariant: every rank cuts a bucket into the same messages, wherever its own gradients happen to lie.
@@ -57,7 +57,7 @@ def cuts_of(bucket: Bucket, *, direct: bool) -> tuple[Cut, ...]:
 
 
 class BucketGradients:
-    """One bucket's part of the gradients: its shard, its blocks' norms, and what this backward has brought so far."""
+    """One bucket's part of the gradients: its shard, its blocks' squares, and what this backward has brought so far."""
 
     def __init__(self, bucket: Bucket, rank: int, dtype: torch.dtype, device: torch.device, *, direct: bool) -> None:
         self.bucket = bucket
@@ -67,7 +67,7 @@ class BucketGradients:
         self.slots = {slot.param: slot for slot in bucket.slots}
         self.pieces: tuple[Piece, ...] = bucket.pieces(rank)
         self.shard = torch.zeros(bucket.shard, device=device)
-        self.norms = torch.zeros(bucket.shard // BLOCK, device=device)
+        self.block_squares = torch.zeros(bucket.shard // BLOCK, device=device)
         self.flat: Tensor | None = None  # the send buffer, while this backward fills it
         self.direct: dict[int, Tensor] = {}  # gradients sent from where they lie
         self.arrived: set[int] = set()
@@ -80,7 +80,7 @@ class BucketGradients:
                 units += range(first, last)
                 owners += [piece.param] * (last - first)
         self.units = torch.tensor(units, dtype=torch.int64, device=device)
-        self.unit_norms = torch.zeros(len(units), device=device)
+        self.unit_squares = torch.zeros(len(units), device=device)
         blocks = [
             (block, piece.param)
             for piece in self.pieces
@@ -122,8 +122,7 @@ class BucketGradients:
 
     def squares(self) -> Tensor:
         """Sums of squares, FP64, one for each entry of `owners`; scaled as the gradients are."""
-        norms = torch.cat((self.norms.index_select(0, self.blocks), self.unit_norms))
-        return norms.double().square_()
+        return torch.cat((self.block_squares.index_select(0, self.blocks), self.unit_squares)).double()
 
     def culprits(self, rows: Sequence[Sequence[Part]]) -> Tensor | None:
         """Into how many of this rank's pieces each source brought an inf or a NaN; None where the sum is finite.
@@ -132,8 +131,8 @@ class BucketGradients:
             (N + 1, 2) FP64: by source rank the counts of inf and of NaN; the last row counts pieces where the sum is
             not finite though no row is known to be at fault.
         """
-        # On the CPU the host may look for free, and a clean bucket costs one pass over its norms.
-        suspects = set(torch.nonzero(~self.norms.isfinite()).view(-1).tolist())
+        # On the CPU the host may look for free, and a clean bucket costs one pass over its blocks' squares.
+        suspects = set(torch.nonzero(~self.block_squares.isfinite()).view(-1).tolist())
         if not suspects:
             return None
         counts = torch.zeros(self.bucket.ranks + 1, 2, dtype=torch.float64, device=self.shard.device)

@@ -160,14 +160,14 @@ class Collectives:
                 works += [self._send(part.data, peer, tag) for part in rows[peer]]
         return Exchange(works, received, [part.data for row in rows for part in row])
 
-    def finish_exchange(self, exchange: Exchange, shard: Tensor, *, accumulate: bool, norms: Tensor) -> None:
+    def finish_exchange(self, exchange: Exchange, shard: Tensor, *, accumulate: bool, squares: Tensor) -> None:
         """Wait, then form r0 + r1 + ... in FP32 in rank order and put it into (or add it to) `shard`.
 
         Args:
             shard: FP32, the rank's share of the gradient.
             accumulate: add the sum to what is there, in place of overwriting it.
-            norms: FP32, one for each 1024 elements of the shard; receives the 2-norm of each block of the result, taken
-                while the tile is in the cache.
+            squares: FP32, one for each 1024 elements of the shard; receives the sum of squares of each block of the
+                result, taken while the tile is in the cache.
         """
         self._wait(exchange.works, "reduce-scatter")
         for pieces in zip(*exchange.rows, strict=True):
@@ -179,7 +179,8 @@ class Collectives:
                 self._add_rows([piece.data[start:stop] for piece in pieces], total)
                 if accumulate:
                     out.add_(total)
-                block_norms(out.view(-1, 1024), norms[offset // 1024 : (offset + stop - start) // 1024])
+                blocks = squares[offset // 1024 : (offset + stop - start) // 1024]
+                sum_squares(out.view(-1, 1024), blocks, self._scratch[: stop - start])
 
     def _add_rows(self, rows: Sequence[Tensor], total: Tensor) -> None:
         total.copy_(rows[0])
@@ -258,6 +259,10 @@ class Collectives:
         return found
 
 
-def block_norms(blocks: Tensor, out: Tensor) -> None:
-    """The 2-norm of each row of `blocks` in FP32; a row's result depends on its own elements alone."""
-    torch.linalg.vector_norm(blocks, dim=1, out=out)
+def sum_squares(blocks: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
+    """The sum of squares of each row of `blocks` in FP32; a row's result depends on its own elements alone.
+
+    torch adds a row in a cascade, so that rounding grows with the logarithm of its length; a norm's kernel adds one by one.
+    """
+    squares = torch.mul(blocks, blocks, out=None if scratch is None else scratch.view(blocks.shape))
+    torch.sum(squares, dim=1, out=out)

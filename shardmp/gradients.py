@@ -2,7 +2,7 @@
 
 Owns:      the hooks on parameters, the 16-bit send buffers, the fixed order of launches, the FP32 gradient shard.
 Takes:     gradients as autograd leaves them in `.grad`, in any order, on any subset of the parameters.
-Gives:     the shard with the sum over ranks and backwards, its blocks' norms, who had gradients, who brought inf or NaN.
+Gives:     the shard with the sum over ranks and backwards, its blocks' squares, who had gradients, who brought inf or NaN.
 Invariant: every rank launches the same buckets in the same order; when backward returns, all of them are summed.
 
 [Note: who owns a gradient] A hook takes `.grad` away as soon as autograd has written it. A small gradient is copied
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .bucket_gradients import BucketGradients, Pool
-from .collectives import Collectives, Exchange, Part, block_norms
+from .collectives import Collectives, Exchange, Part, sum_squares
 from .layout import BLOCK, UNIT, Layout
 
 # Exchanges in flight before the oldest is awaited: one arrives while the next is filled.
@@ -219,7 +219,7 @@ class Gradients:
 
     def _land(self) -> None:
         bucket, exchange, (pool, landing), flat = self._flying.pop(0)
-        self._collectives.finish_exchange(exchange, bucket.shard, accumulate=self.reduced, norms=bucket.norms)
+        self._collectives.finish_exchange(exchange, bucket.shard, accumulate=self.reduced, squares=bucket.block_squares)
         self._note(bucket, exchange.rows)
         pool.put(landing)
         if flat is not None:
@@ -237,7 +237,7 @@ class Gradients:
             bucket.shard.add_(total.float())
         else:
             bucket.shard.copy_(total)
-        block_norms(bucket.shard.view(-1, BLOCK), bucket.norms)
+        sum_squares(bucket.shard.view(-1, BLOCK), bucket.block_squares)
         self._note(bucket, [])  # the backend's sum hides who brought what
         if bucket.flat is not None:
             self._sends[bucket.flat.dtype].put(bucket.flat)
@@ -246,7 +246,7 @@ class Gradients:
     def _note(self, bucket: BucketGradients, rows: Sequence[Sequence[Part]]) -> None:
         if len(bucket.units):
             units = bucket.shard.view(-1, UNIT).index_select(0, bucket.units)
-            block_norms(units, bucket.unit_norms)
+            sum_squares(units, bucket.unit_squares)
         counts = bucket.culprits(rows)
         if counts is not None:
             self.brought += counts

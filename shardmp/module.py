@@ -145,8 +145,10 @@ class ShardedModule(nn.Module):
         self._autocast_off.append(context)
         return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
 
-    def _leave_fp32(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_fp32(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._autocast_off.pop().__exit__(None, None, None)
+        # Without autocast nobody would cast the FP32 output for the next layer.
+        return output if self._precision.autocast else cast_floating(output, self._precision.dtype)
 
     # -- gradients
 

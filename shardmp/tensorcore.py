@@ -174,7 +174,7 @@ def _product(c: Tensor | None, a: Tensor, b: Tensor, factors: dict[str, Any]) ->
     if c is None and k == 1:
         return a * b  # an elementwise product of 16-bit numbers is made in FP32 and rounded once: no FP32 matrix at all
     if max(m * k, k * n, m * n) > _TILE:
-        if c is None and m == 1 and b.stride(1) == 1:
+        if c is None and m == 1 and k * n > _TILE and b.stride(1) == 1:
             return _row_times_matrix(a, b)
         rows, columns = _cuts(a, b)
         if len(rows) * len(columns) > 1:

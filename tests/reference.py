@@ -9,7 +9,7 @@ How a step goes (N ranks, loss scale S):
     w16   = fp16(w)                                     the forward and backward of every rank, in 16 bits
     g_r   = d (S * loss_r) / d w16                      16 bits
     g     = fp32(g_0) + fp32(g_1) + ...                 FP32, in rank order; then backward after backward
-    norm  = |g| / (S * divisor)                         FP64, from FP32 norms of blocks
+    norm  = |g| / (S * divisor)                         FP64, from FP32 sums of squares of blocks
     w     = w - optimizer(g / fp32(S * divisor * clip)) FP32, unless the norm is not finite
 """
 
@@ -87,17 +87,17 @@ def blocks_of(numel: int) -> int:
 
 
 def sum_of_squares(gradients: Sequence[Tensor], numels: Sequence[int]) -> float:
-    """The sum of squares of padded FP32 gradients: block norms in FP32, squares in FP64, which are then added exactly.
+    """The sum of squares of padded FP32 gradients: blocks in FP32, which FP64 then adds exactly.
 
-    Exactly: each square is split into multiples of nine units, which FP64 adds without rounding in any order. What is
+    Exactly: each sum is split into multiples of nine units, which FP64 adds without rounding in any order. What is
     left below the last unit is dropped. Only the last addition, over the nine, rounds.
     """
     units = [2.0**exponent for exponent in (60, 34, 8, -18, -44, -70, -96, -122, -148)]
     bins = [0.0] * len(units)
     for gradient, numel in zip(gradients, numels, strict=True):
-        norms = torch.linalg.vector_norm(gradient.view(-1, blocks_of(numel)), dim=1)  # rounds to FP32
-        for norm in norms.tolist():
-            rest = norm * norm  # exact: 48 bits of FP64's 53
+        blocks = gradient.view(-1, blocks_of(numel))
+        for square in torch.sum(blocks * blocks, dim=1).tolist():  # rounds to FP32, in torch's cascade
+            rest = square
             for index, unit in enumerate(units):
                 magic = 1.5 * 2.0**52 * unit
                 part = (rest + magic) - magic  # rest rounded to a multiple of the unit
@@ -144,12 +144,14 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def compute_in_fp32(module: nn.Module) -> None:
+def compute_in_fp32(module: nn.Module, output: torch.dtype | None) -> None:
+    """FP32 in and inside; its output too, or cast to a dtype where there is no autocast to cast it for the next layer."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
-            return inner(*cast(args, torch.float32), **cast(kwargs, torch.float32))
+            result = inner(*cast(args, torch.float32), **cast(kwargs, torch.float32))
+        return result if output is None else cast(result, output)
 
     module.forward = forward
 
@@ -163,7 +165,7 @@ class Replica:
         self.autocast = autocast
         if dtype != torch.float32:
             for module in kept_in_fp32(self.model, keep)[0]:
-                compute_in_fp32(module)
+                compute_in_fp32(module, None if autocast else dtype)
         self.parameters = dict(self.model.named_parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -258,10 +258,10 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.embed, self.head = nn.Embedding(11, 40), nn.Linear(40, 11)
+        self.embed, self.norm, self.head = nn.Embedding(11, 40), nn.LayerNorm(40), nn.Linear(40, 11)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embed(tokens))
+        return self.head(self.norm(self.embed(tokens)))
 
 
 @on_ranks(1, 2)
