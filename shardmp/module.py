@@ -26,6 +26,9 @@ from .gradients import Gradients
 from .parameters import Parameters
 from .precision import Precision
 
+# Autocast on the CPU does not know their operators, which refuse FP32 inputs beside 16-bit weights.
+CAST_BY_HAND = (nn.Bilinear, nn.AdaptiveLogSoftmaxWithLoss)
+
 
 class _WaitForReads(TorchFunctionMode):
     """Waits for a bucket when a torch call is about to read it."""
@@ -95,6 +98,10 @@ class ShardedModule(nn.Module):
         for kept in precision.fp32_modules(module).values():
             kept.register_forward_pre_hook(self._enter_fp32, with_kwargs=True)
             kept.register_forward_hook(self._leave_fp32, always_call=True)
+        for inner in module.modules():
+            weight = next(inner.parameters(recurse=False), None)
+            if isinstance(inner, CAST_BY_HAND) and weight is not None and weight.dtype == precision.dtype:
+                inner.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         # Dynamo would trace the waiting mode; a compiled part reads everything at once anyway.
         self._compiled = any(
             getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in module.modules()
@@ -138,6 +145,9 @@ class ShardedModule(nn.Module):
     def _before_submodule(self, module: nn.Module, args: Any) -> None:
         if not self._in_forward:
             self._parameters_.all_ready()
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_floating(args, self._precision.dtype), cast_floating(kwargs, self._precision.dtype)
 
     def _enter_fp32(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         context = torch.autocast(self._collectives.device.type, enabled=False)

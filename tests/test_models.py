@@ -350,3 +350,40 @@ def test_an_autocast_region_around_the_loop_never_keeps_old_weights() -> None:
                 optimizer.step()
         results.append(optimizer.master("weight").clone())
     assert torch.equal(*results)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(20, 12, num_layers=2, batch_first=True)
+        self.bilinear = nn.Bilinear(12, 12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lstm(x.unsqueeze(0))[0].squeeze(0).float()
+        return self.bilinear(y, y)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@on_ranks(1, 2)
+def test_lstm_and_bilinear_train_as_they_do_in_fp32(precision: str) -> None:
+    finals = {}
+    for used in ("fp32", precision):
+        torch.manual_seed(0)
+        model, optimizer = sharded(Recurrent(), torch.optim.SGD, 0.5, precision=used, bucket_mb=0.001)
+        for step in range(4):
+            x = torch.randn(5, 20, generator=torch.Generator().manual_seed(step))
+            optimizer.backward((model(x) - 1).square().mean())
+            assert not optimizer.step().skipped
+        finals[used] = {name: optimizer.master(name).clone() for name in optimizer._names}
+    for name, expected in finals["fp32"].items():
+        assert torch.allclose(finals[precision][name], expected, atol=0.03), name
+        assert not torch.equal(finals[precision][name], expected)
+
+
+def test_modules_without_a_16_bit_kernel_are_refused_by_name_and_can_stay_fp32() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.RReLU())
+    with pytest.raises(ValueError, match=r"1 \(RReLU\).*keep_fp32=\('1',\)"):
+        sharded(model)
+    model, optimizer = sharded(model, precision=shardmp.Precision(keep_fp32=("1",)))
+    optimizer.backward(model(torch.ones(2, 4)).mean())
+    assert not optimizer.step().skipped
