@@ -9,6 +9,8 @@ all.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,6 +143,7 @@ def shard(
         max_grad_norm=options.max_grad_norm,
     )
     _retire(optimizer)
+    _return_freed_memory()
     wrapped = ShardedModule(
         model,
         policy,
@@ -324,6 +327,12 @@ def _share_the_rest(model: nn.Module, collectives: Collectives) -> None:
             collectives.broadcast(values.view(-1).view(torch.uint8))
             if values.data_ptr() != tensor.data_ptr():
                 tensor.copy_(values)
+
+
+def _return_freed_memory() -> None:
+    """Give the user's FP32 model, freed by now, back to the system: glibc keeps what lies between live blocks."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _retire(optimizer: Optimizer) -> None:
