@@ -262,6 +262,10 @@ def _check_model(model: nn.Module, policy: Precision, device: torch.device) -> N
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         if isinstance(module, (ShardedModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise TypeError(f"shard(model): {where} shards or replicates already; hand in the plain model")
+        if any(
+            isinstance(getattr(hook, "__self__", None), ShardedModule) for hook in module._forward_pre_hooks.values()
+        ):
+            raise TypeError(f"shard(model): {where} was given to shard() before; hand in a new model")
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise TypeError(f"shard(model): {where} makes sparse gradients; make it with sparse=False")
     for name, p in model.named_parameters():

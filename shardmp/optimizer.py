@@ -158,7 +158,7 @@ class ShardedOptimizer(Optimizer):
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"parameter {name} was frozen when shard() was called and has been unfrozen since: it has no master "
-                    "weights and would not train. Unfreeze it before shard(), or call shard() on the plain model anew"
+                    "weights and would not train. Unfreeze it before shard()"
                 )
 
     # -- the step

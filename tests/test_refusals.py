@@ -175,6 +175,8 @@ def test_what_shards_already_is_refused() -> None:
     model, optimizer = sharded(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="sharded already|shards or replicates already"):
         shardmp.shard(model, optimizer)
+    with pytest.raises(TypeError, match="was given to shard.. before"):
+        sharded(model.module)
     replicated = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="DistributedDataParallel.*plain model"):
         sharded(replicated)
