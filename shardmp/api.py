@@ -95,8 +95,6 @@ def shard(
     _refuse_what_is_not_there(stage, reduce, scaler, units, free_after_forward)
     world = init()
     device = world.device
-    if group is None and world.backend is not None:
-        group = dist.group.WORLD
     collectives = Collectives(group, device)
     collectives.at("shard()")
     policy, options, elementwise = _agree(

@@ -48,20 +48,23 @@ class Collectives:
     """The collectives of one shard group.
 
     Args:
-        group: the process group over which state is sharded; None for one rank alone, which sends nothing.
+        group: the process group over which state is sharded; None for all ranks. Where there is no process group at all,
+            this rank is alone and sends nothing.
         device: where the tensors are.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.device = device
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self._global = [0] if group is None else dist.get_process_group_ranks(group)
+        alone = not dist.is_initialized()
+        # The default group and its store are looked up at each use: a reference would keep their threads alive beyond
+        # destroy_process_group, into the interpreter's end, where a thread that asks for the GIL aborts the process.
+        self.group = None if alone or group is dist.group.WORLD else group
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.world_size = 1 if alone else dist.get_world_size(group)
+        self._global = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
         self._place = "shard()"
         self.failure: str | None = None
         self.sent_bytes = 0
-        self._store = None if group is None else dist.distributed_c10d._get_default_store()
         self._key = "shardmp/0/place"
         number = self._agree_on_number()
         self._key = f"shardmp/{number}/place"
@@ -82,9 +85,9 @@ class Collectives:
     def at(self, place: str) -> None:
         """Tell the peers where this rank is ("step 3, backward 2"), for the error that names who was where."""
         self._place = place
-        if self._store is not None and self.world_size > 1:
+        if self.world_size > 1:
             with contextlib.suppress(Exception):  # a store that is gone shows in the collective itself
-                self._store.set(f"{self._key}/{self.rank}", place)
+                dist.distributed_c10d._get_default_store().set(f"{self._key}/{self.rank}", place)
 
     def refuse_after_failure(self) -> None:
         """Raise if a collective has failed before.
@@ -119,8 +122,9 @@ class Collectives:
             key = f"{self._key}/{rank}"
             place = "unknown"
             with contextlib.suppress(Exception):
-                if self._store is not None and self._store.check([key]):
-                    place = self._store.get(key).decode()
+                store = dist.distributed_c10d._get_default_store()
+                if store.check([key]):
+                    place = store.get(key).decode()
             places.append(f"rank {rank}: {place}")
         return "Where each rank was last: " + "; ".join(places) + ". All ranks must make the same backwards and steps"
 
