@@ -279,9 +279,10 @@ def test_units_are_what_onednn_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_torch_without_get_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     tensorcore.disable()
-    monkeypatch.delattr(torch.library, "get_kernel")
-    with pytest.raises(RuntimeError, match=r"torch\.library\.get_kernel"):
-        tensorcore.enable(FP16)
+    with monkeypatch.context() as context:
+        context.delattr(torch.library, "get_kernel")
+        with pytest.raises(RuntimeError, match=r"torch\.library\.get_kernel"):
+            tensorcore.enable(FP16)
     assert not tensorcore.is_enabled(FP16)
 
 
