@@ -252,6 +252,7 @@ class StepReport:
 
     @property
     def overflow(self) -> Overflow | None:
+        """Why the step was skipped, or None."""
         if not self.skipped:
             return None
         squares = torch.tensor(self._lane("squares"), dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import shardmp
 from shardmp.collectives import Collectives
+from shardmp.parameters import Parameters
 
 PRECISIONS = ["fp16", "bf16", "fp32"]
 
@@ -223,18 +225,11 @@ def test_11_nothing_of_the_whole_models_fp32_size_is_made(world_size: int, preci
         layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
 
 
+@on_ranks(2)
 def test_11_the_whole_fp32_model_is_released_bucket_by_bucket() -> None:
-    run_ranks(_releases, 2)
-
-
-def _releases() -> None:
-    import weakref
-
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     storages = [weakref.ref(p.data.untyped_storage()) for p in layers.parameters()]
     total: list[int] = []
-    from shardmp.parameters import Parameters
-
     build = Parameters._build
 
     def counted(self: Parameters, *args: Any) -> Any:
