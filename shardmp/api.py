@@ -280,9 +280,8 @@ def _check_model(model: nn.Module, policy: Precision, device: torch.device) -> N
             )
     if not _trainable(model)[1]:
         raise ValueError("shard(model): no parameter requires a gradient")
-    policy.fp32_modules(model)
+    kept = tuple(policy.fp32_modules(model))
     if policy.dtype != torch.float32 and device.type == "cpu":
-        kept = tuple(policy.fp32_modules(model))
         refused = tensorcore.refusals(model, kept, dtype=policy.dtype, autocast=policy.autocast)
         if refused:
             raise ValueError("shard(model): " + "; ".join(refused))

@@ -95,13 +95,11 @@ class ShardedModule(nn.Module):
         self._autocast_off: list[Any] = []
         for inner in module.modules():
             inner.register_forward_pre_hook(self._before_submodule)
+            if isinstance(inner, CAST_BY_HAND) and next(inner.parameters()).dtype == precision.dtype:
+                inner.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         for kept in precision.fp32_modules(module).values():
             kept.register_forward_pre_hook(self._enter_fp32, with_kwargs=True)
             kept.register_forward_hook(self._leave_fp32, always_call=True)
-        for inner in module.modules():
-            weight = next(inner.parameters(recurse=False), None)
-            if isinstance(inner, CAST_BY_HAND) and weight is not None and weight.dtype == precision.dtype:
-                inner.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         # Dynamo would trace the waiting mode; a compiled part reads everything at once anyway.
         self._compiled = any(
             getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in module.modules()

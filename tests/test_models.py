@@ -387,3 +387,28 @@ def test_modules_without_a_16_bit_kernel_are_refused_by_name_and_can_stay_fp32()
     model, optimizer = sharded(model, precision=shardmp.Precision(keep_fp32=("1",)))
     optimizer.backward(model(torch.ones(2, 4)).mean())
     assert not optimizer.step().skipped
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@on_ranks(1, 2)
+def test_adaptive_softmax_takes_fp32_inputs_under_autocast(precision: str) -> None:
+    class Softmax(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 12, [4])
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return self.softmax(x, target).loss
+
+    losses = {}
+    for used in ("fp32", precision):
+        torch.manual_seed(0)
+        # Its loss is computed in 16 bits, so the default scale, beyond 65504, is inf from the first gradient on.
+        policy = shardmp.Precision(init_scale=256.0) if used == "fp16" else used
+        model, optimizer = sharded(Softmax(), torch.optim.SGD, 0.5, precision=policy)
+        for _ in range(3):
+            loss = model(torch.ones(6, 8), torch.arange(6) * 2)
+            optimizer.backward(loss)
+            assert not optimizer.step().skipped
+        losses[used] = loss.item()
+    assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
