@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .collectives import Part
+from .exchange import Part
 from .layout import BLOCK, UNIT, Bucket, Piece
 
 # A gradient from this size on is sent from where autograd left it: a message of its own costs less than the copy.
@@ -124,31 +124,55 @@ class BucketGradients:
         """Sums of squares, FP64, one for each entry of `owners`; scaled as the gradients are."""
         return torch.cat((self.block_squares.index_select(0, self.blocks), self.unit_squares)).double()
 
-    def culprits(self, rows: Sequence[Sequence[Part]]) -> Tensor | None:
-        """Into how many of this rank's pieces each source brought an inf or a NaN; None where the sum is finite.
+    def culprits(
+        self,
+        rows: Sequence[Sequence[Sequence[Part]]],
+        sources: Sequence[int | None],
+        owners: Sequence[int],
+        sums: Tensor,
+        squares: Tensor,
+    ) -> Tensor | None:
+        """Into how many pieces each source brought an inf or a NaN; None where the sums are finite.
+
+        Args:
+            rows: by source and by summed row, its parts.
+            sources: whose rows they are; None for a sum that was looked at where it was made.
+            owners: the ranks to which the summed rows belong.
+            sums: (rows, shard) FP32.
+            squares: (rows, shard / 1024) FP32, the sums' blocks.
 
         Returns:
             (N + 1, 2) FP64: by source rank the counts of inf and of NaN; the last row counts pieces where the sum is
             not finite though no row is known to be at fault.
         """
         # On the CPU the host may look for free, and a clean bucket costs one pass over its blocks' squares.
-        suspects = set(torch.nonzero(~self.block_squares.isfinite()).view(-1).tolist())
+        suspects = set(map(tuple, torch.nonzero(~squares.isfinite()).tolist()))
         if not suspects:
             return None
-        counts = torch.zeros(self.bucket.ranks + 1, 2, dtype=torch.float64, device=self.shard.device)
-        for piece in self.pieces:
-            stop = piece.offset + piece.length
-            if suspects.isdisjoint(range(piece.offset // BLOCK, (stop - 1) // BLOCK + 1)):
-                continue
-            found = torch.zeros_like(counts)
-            for source, parts in enumerate(rows):
-                for part in parts:
-                    low, high = max(piece.offset, part.offset), min(stop, part.offset + part.data.numel())
-                    if low < high:
-                        found[source] += inf_and_nan(part.data[low - part.offset : high - part.offset])
-            blameless = ~found.any()
-            found[-1] = inf_and_nan(self.shard[piece.offset : stop]) * blameless
-            counts += found.sign()
+        counts = torch.zeros(self.bucket.ranks + 1, 2, dtype=torch.float64, device=sums.device)
+        for index, owner in enumerate(owners):
+            for piece in self.bucket.pieces(owner):
+                blocks = range(piece.offset // BLOCK, (piece.offset + piece.length - 1) // BLOCK + 1)
+                if not suspects.isdisjoint((index, block) for block in blocks):
+                    counts += self._blame(piece, [row[index] for row in rows], sources, sums[index])
+        return counts
+
+    def _blame(
+        self, piece: Piece, rows: Sequence[Sequence[Part]], sources: Sequence[int | None], total: Tensor
+    ) -> Tensor:
+        """1 for each source that brought an inf or a NaN into one piece of a row."""
+        stop = piece.offset + piece.length
+        found = torch.zeros(len(rows), 2, dtype=torch.float64, device=total.device)
+        for number, parts in enumerate(rows):
+            for part in parts:
+                low, high = max(piece.offset, part.offset), min(stop, part.offset + part.data.numel())
+                if low < high:
+                    found[number] += inf_and_nan(part.data[low - part.offset : high - part.offset])
+        counts = torch.zeros(self.bucket.ranks + 1, 2, dtype=torch.float64, device=total.device)
+        for number, source in enumerate(sources):
+            if source is not None:
+                counts[source] = found[number].sign()
+        counts[-1] = inf_and_nan(total[piece.offset : stop]) * ~found.any()
         return counts
 
 

@@ -11,37 +11,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# A tile of the sum: its FP32 scratch (512 KB) stays in the second-level cache.
-TILE = 2**17
+from .exchange import Exchange, Part, Summation, route
+from .faults import Member, Roll
+from .world import control_group
 
 _instances = 0  # the largest number that an instance of this process has
 
 # Deprecated names since torch 2.13; 2.11 has only those.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements [offset, offset + data.numel()) of a row, lying in `data` (1-D, contiguous)."""
-
-    offset: int
-    data: Tensor
-
-
-@dataclass
-class Exchange:
-    """A reduce-scatter under way: what is awaited, what must not be written meanwhile, and what has arrived."""
-
-    works: list[Any]
-    rows: list[Sequence[Part]]  # by source rank; each covers the whole shard
-    sent: list[Tensor] = field(default_factory=list)  # kept alive until the exchange is over
 
 
 class Collectives:
@@ -62,32 +47,30 @@ class Collectives:
         self.rank = 0 if alone else dist.get_rank(group)
         self.world_size = 1 if alone else dist.get_world_size(group)
         self._global = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._place = "shard()"
         self.failure: str | None = None
         self.sent_bytes = 0
-        self._key = "shardmp/0/place"
-        number = self._agree_on_number()
-        self._key = f"shardmp/{number}/place"
+        unmet = [Member.unmet(rank) for rank in self._global]
+        unmet[self.rank] = Member.myself(self._global[self.rank])
+        self._roll = Roll(self.rank, unmet, "shardmp/0")
+        number, members = self._meet()
+        self._roll = Roll(self.rank, members, f"shardmp/{number}")
+        self.route = route([member.host_id for member in members], self.rank)
         self._tag = number % 2**11 << 20  # of 31 bits; the bucket's number takes the rest
-        # Peers by distance: every rank talks to another one at each moment, none is flooded.
-        self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        self._sum = torch.empty(TILE, device=device)
-        self._scratch = torch.empty(TILE, device=device)
+        self._sum = Summation(device)
 
-    def _agree_on_number(self) -> int:
-        """A number that tells this instance's messages from those of others, the same on every rank."""
+    def _meet(self) -> tuple[int, list[Member]]:
+        """A number that tells this instance's messages from those of others, the same on every rank; and who is here."""
         global _instances
-        _instances = 1 + max(self.gather_objects(_instances))
-        return _instances
+        # Ranks may come late, from loading their data: this one waits as long as any collective does.
+        told = self._gather((_instances, self._roll.members[self.rank]), self.group)
+        _instances = 1 + max(number for number, _ in told)
+        return _instances, [member for _, member in told]
 
     # -- where everybody is, and what happens when somebody is not there
 
     def at(self, place: str) -> None:
         """Tell the peers where this rank is ("step 3, backward 2"), for the error that names who was where."""
-        self._place = place
-        if self.world_size > 1:
-            with contextlib.suppress(Exception):  # a store that is gone shows in the collective itself
-                dist.distributed_c10d._get_default_store().set(f"{self._key}/{self.rank}", place)
+        self._roll.at(place)
 
     def refuse_after_failure(self) -> None:
         """Raise if a collective has failed before.
@@ -111,27 +94,16 @@ class Collectives:
         try:
             yield
         except RuntimeError as error:
-            self.poison(f"{operation} at {self._place}")
-            raise RuntimeError(
-                f"rank {self.rank} at {self._place}: {operation} failed: {error}. {self._who_is_where()}"
-            ) from error
-
-    def _who_is_where(self) -> str:
-        places = []
-        for rank in range(self.world_size):
-            key = f"{self._key}/{rank}"
-            place = "unknown"
-            with contextlib.suppress(Exception):
-                store = dist.distributed_c10d._get_default_store()
-                if store.check([key]):
-                    place = store.get(key).decode()
-            places.append(f"rank {rank}: {place}")
-        return "Where each rank was last: " + "; ".join(places) + ". All ranks must make the same backwards and steps"
+            self.poison(f"{operation} at {self._roll.place}")
+            raise RuntimeError(self._roll.explain(operation, str(error))) from error
 
     # -- point to point
 
     def _send(self, data: Tensor, to: int, tag: int) -> Any:
         self.sent_bytes += data.numel() * data.element_size()
+        return self._isend(data, to, tag)
+
+    def _isend(self, data: Tensor, to: int, tag: int) -> Any:
         return dist.isend(data, self._global[to], self.group, self._tag + tag)
 
     def _receive(self, data: Tensor, source: int, tag: int) -> Any:
@@ -140,61 +112,61 @@ class Collectives:
     # -- reduce-scatter
 
     def start_exchange(self, tag: int, rows: Sequence[Sequence[Part]], arrivals: Tensor) -> Exchange:
-        """Send row j to rank j and receive this rank's row from everybody.
+        """The first hop, or the only one: send to each member the rows that it sums, and receive ours from all of them.
 
         Args:
             tag: the bucket's number, the same on all ranks.
-            rows: by destination rank, the parts that make up its row; the own row is not copied. The cuts of the own
-                row are those that every peer makes of it.
-            arrivals: (N - 1, shard) elements of the rows' dtype, where the peers' rows land.
+            rows: by destination rank, the parts that make up its row; our own are not copied. Every rank makes the same
+                cuts of a row.
+            arrivals: (members - 1, rows that this rank sums, shard) elements of the rows' dtype, where rows land.
         """
-        own = rows[self.rank]
-        received: list[Sequence[Part]] = [own] * self.world_size
+        members, columns = self.route.members, self.route.columns
+        me = members.index(self.rank)
+        found: list[list[Sequence[Part]]] = [[rows[row] for row in columns[me]] for _ in members]
         works = []
         # The dtype is part of the tag: a peer that reduces FP32 sums (stage 1 after no_sync) while this rank sends 16
         # bits must end in a time-out and an error, not in gloo's abort on unequal sizes.
         tag = 4 * tag + (2 if arrivals.dtype == torch.float32 else 0)
         with self._doing("reduce-scatter"):
-            for index, peer in enumerate(self._peers):
-                source = self._peers[-1 - index]  # who sends to us at this distance
-                landing = arrivals[index]
-                cuts = [Part(part.offset, landing[part.offset : part.offset + part.data.numel()]) for part in own]
-                received[source] = cuts
-                works += [self._receive(part.data, source, tag) for part in cuts]
-                works += [self._send(part.data, peer, tag) for part in rows[peer]]
-        return Exchange(works, received, [part.data for row in rows for part in row])
+            for index, (source, to) in enumerate(_pairs(me, len(members))):
+                for place, row in enumerate(columns[me]):
+                    landing = arrivals[index, place]
+                    cuts = [Part(p.offset, landing[p.offset : p.offset + p.data.numel()]) for p in rows[row]]
+                    found[source][place] = cuts
+                    works += [self._receive(part.data, members[source], tag) for part in cuts]
+                for row in columns[to]:
+                    works += [self._send(part.data, members[to], tag) for part in rows[row]]
+        return Exchange(works, found, [part.data for row in rows for part in row])
 
-    def finish_exchange(self, exchange: Exchange, shard: Tensor, *, accumulate: bool, squares: Tensor) -> None:
-        """Wait, then form r0 + r1 + ... in FP32 in rank order and put it into (or add it to) `shard`.
+    def start_crossing(self, tag: int, sums: Tensor, arrivals: Tensor) -> Exchange:
+        """The second hop: send each host's rank of our column its row of this host's sums, and receive ours.
 
         Args:
-            shard: FP32, the rank's share of the gradient.
-            accumulate: add the sum to what is there, in place of overwriting it.
-            squares: FP32, one for each 1024 elements of the shard; receives the sum of squares of each block of the
-                result, taken while the tile is in the cache.
+            sums: (hosts, shard) FP32, by host.
+            arrivals: (hosts - 1, shard) FP32, where the other hosts' sums of our row land.
+        """
+        across = self.route.across
+        me = across.index(self.rank)
+        found: list[list[Sequence[Part]]] = [[[Part(0, sums[me])]] for _ in across]
+        works = []
+        with self._doing("reduce-scatter across hosts"):
+            for index, (source, to) in enumerate(_pairs(me, len(across))):
+                found[source] = [[Part(0, arrivals[index])]]
+                works.append(self._receive(arrivals[index], across[source], 4 * tag + 3))
+                works.append(self._send(sums[to], across[to], 4 * tag + 3))
+        return Exchange(works, found, [sums])
+
+    def finish_exchange(self, exchange: Exchange, out: Tensor, *, accumulate: bool, squares: Tensor) -> None:
+        """Wait until the rows are there, then sum them: see `Summation`.
+
+        Args:
+            out: (rows, shard) FP32.
+            squares: (rows, shard / 1024) FP32.
         """
         self._wait(exchange.works, "reduce-scatter")
-        for pieces in zip(*exchange.rows, strict=True):
-            for start in range(0, pieces[0].data.numel(), TILE):
-                stop = min(start + TILE, pieces[0].data.numel())
-                offset = pieces[0].offset + start
-                out = shard[offset : offset + stop - start]
-                total = self._sum[: stop - start] if accumulate else out
-                self._add_rows([piece.data[start:stop] for piece in pieces], total)
-                if accumulate:
-                    out.add_(total)
-                blocks = squares[offset // 1024 : (offset + stop - start) // 1024]
-                sum_squares(out.view(-1, 1024), blocks, self._scratch[: stop - start])
-
-    def _add_rows(self, rows: Sequence[Tensor], total: Tensor) -> None:
-        total.copy_(rows[0])
-        for row in rows[1:]:
-            if row.dtype == torch.float32:
-                total.add_(row)
-            else:  # FP32 += FP16 is seven times slower than a copy into scratch and an addition
-                scratch = self._scratch[: row.numel()]
-                scratch.copy_(row)
-                total.add_(scratch)
+        for index in range(out.size(0)):
+            rows = [source[index] for source in exchange.rows]
+            self._sum(rows, out[index], accumulate=accumulate, squares=squares[index])
 
     def reduce_native(self, rows: Tensor, out: Tensor) -> None:
         """The backend's own reduce-scatter: sums in the wire's dtype, in the backend's order.
@@ -218,14 +190,40 @@ class Collectives:
     # -- all-gather
 
     def start_gather(self, tag: int, rows: Tensor) -> list[Any]:
-        """Send this rank's row of `rows` (N, shard) to everybody, and receive the others' in place."""
-        works = []
+        """Send this rank's row of `rows` (N, shard) to everybody, and receive the others' in place.
+
+        With two hops it crosses to the other hosts' ranks of this column, and a thread hands on what arrives from there,
+        so that no rank waits for another one's next forward.
+        """
+        tag = 4 * tag + 1
+        members, columns, across = self.route.members, self.route.columns, self.route.across
+        me, here = members.index(self.rank), across.index(self.rank)
+        foreign = [row for row in columns[me] if row != self.rank]
+        own = rows[self.rank]
+        works, crossing = [], []
         with self._doing("all-gather"):
-            for peer in reversed(self._peers):
-                works.append(self._receive(rows[peer], peer, 4 * tag + 1))
-            for peer in self._peers:
-                works.append(self._send(rows[self.rank], peer, 4 * tag + 1))
+            for source, to in _pairs(here, len(across)):
+                crossing.append(self._receive(rows[across[source]], across[source], tag))
+                works.append(self._send(own, across[to], tag))
+            for source, to in _pairs(me, len(members)):
+                others = [row for row in columns[source] if row != members[source]]
+                works += [self._receive(rows[row], members[source], tag) for row in (members[source], *others)]
+                works.append(self._send(own, members[to], tag))
+        if crossing:
+            self.sent_bytes += (len(members) - 1) * len(foreign) * own.numel() * own.element_size()
+            peers = [members[to] for _, to in _pairs(me, len(members))]
+            works.append(_Forwarded(self._forwarder.submit(self._hand_on, crossing, rows, foreign, peers, tag)))
         return works
+
+    def _hand_on(self, crossing: list[Any], rows: Tensor, foreign: list[int], peers: list[int], tag: int) -> list[Any]:
+        """In a thread: what came from other hosts goes to the ranks of this one."""
+        for work in crossing:
+            work.wait()
+        return [self._isend(rows[row], peer, tag) for peer in peers for row in foreign]
+
+    @cached_property
+    def _forwarder(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "shardmp-gather")
 
     def finish_gather(self, works: list[Any]) -> None:
         """Wait until every row is in place."""
@@ -254,19 +252,29 @@ class Collectives:
                 dist.broadcast(tensor, self._global[source], group=self.group)
 
     def gather_objects(self, value: object) -> list[Any]:
-        """What each rank has said, in rank order; for start-up only."""
+        """What each rank has said, in rank order, where all are about to speak: through the short-timeout control group."""
+        return self._gather(value, control_group(self.group) if self.world_size > 1 else None)
+
+    def _gather(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
         with self._doing("meeting of the ranks"):
-            dist.all_gather_object(found, value, group=self.group)
+            dist.all_gather_object(found, value, group=group)
         return found
 
 
-def sum_squares(blocks: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
-    """The sum of squares of each row of `blocks` in FP32; a row's result depends on its own elements alone.
+class _Forwarded:
+    """The work of sending on what a thread waits for."""
 
-    torch adds a row in a cascade, so that rounding grows with the logarithm of its length; a norm's kernel adds one by one.
-    """
-    squares = torch.mul(blocks, blocks, out=None if scratch is None else scratch.view(blocks.shape))
-    torch.sum(squares, dim=1, out=out)
+    def __init__(self, future: Future[list[Any]]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        for work in self._future.result():
+            work.wait()
+
+
+def _pairs(me: int, count: int) -> list[tuple[int, int]]:
+    """From whom to receive and to whom to send, by distance: everybody talks to another one at each moment."""
+    return [((me - distance) % count, (me + distance) % count) for distance in range(1, count)]

@@ -13,18 +13,46 @@ one time.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .bucket_gradients import BucketGradients, Pool
-from .collectives import Collectives, Exchange, Part, sum_squares
+from .collectives import Collectives
+from .exchange import Exchange, Part, sum_squares
 from .layout import BLOCK, UNIT, Layout
 
 # Exchanges in flight before the oldest is awaited: one arrives while the next is filled.
 WINDOW = 2
+
+
+class _Borrowed:
+    """A buffer of a pool, seen in a shape; `buffer` where it has been taken already."""
+
+    def __init__(self, pool: Pool, shape: tuple[int, ...], buffer: Tensor | None = None) -> None:
+        self._pool = pool
+        self._buffer = pool.get() if buffer is None else buffer
+        self.tensor = self._buffer[: math.prod(shape)].view(shape)
+
+    def give_back(self) -> None:
+        self._pool.put(self._buffer)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A bucket in one of its hops, and the buffers that the hop needs."""
+
+    bucket: BucketGradients
+    exchange: Exchange
+    borrowed: list[_Borrowed]
+
+    def give_back(self) -> None:
+        for buffer in self.borrowed:
+            buffer.give_back()
 
 
 class Gradients:
@@ -65,17 +93,23 @@ class Gradients:
             for bucket in layout.buckets
         ]
         self._owner = {slot.param: found for found in self.buckets for slot in found.bucket.slots}
-        peers = collectives.world_size - 1
+        self._route = collectives.route
+        self._members, hosts = len(self._route.members), self._route.num_hosts
         self._sends: dict[torch.dtype, Pool] = {}
         self._landings: dict[torch.dtype, Pool] = {}
         for dtype in {bucket.dtype for bucket in self.buckets}:
             sizes = [found.bucket for found in self.buckets if found.dtype == dtype]
             self._sends[dtype] = Pool(max(bucket.size for bucket in sizes), dtype, device)
-            self._landings[dtype] = Pool(max(bucket.shard for bucket in sizes) * peers, dtype, device)
+            landing = (self._members - 1) * hosts * max(bucket.shard for bucket in sizes)
+            self._landings[dtype] = Pool(landing, dtype, device)
         shard = max((bucket.shard for bucket in layout.buckets), default=0)
-        self._local_landings = Pool(shard * peers, torch.float32, device)  # for local FP32 sums of any bucket
+        # Of any bucket: where local FP32 sums land, the sums of this host's ranks, and where other hosts' sums land.
+        self._local_landings = Pool((self._members - 1) * hosts * shard, torch.float32, device)
+        self._host_sums = Pool(hosts * shard, torch.float32, device)
+        self._host_landings = Pool((hosts - 1) * shard, torch.float32, device)
         self._owners = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(b.owners for b in self.buckets)])
-        self._flying: list[tuple[BucketGradients, Exchange, tuple[Pool, Tensor], Tensor | None]] = []
+        self._flying: list[_Flight] = []  # in the first hop, or in the only one
+        self._crossing: list[_Flight] = []  # in the second
         self._next = 0
         self.in_backward = False
         self.synchronising = True  # False under no_sync in stage 1
@@ -190,6 +224,8 @@ class Gradients:
                 self._launch(self.buckets[self._next])
             while self._flying:
                 self._land()
+            while self._crossing:
+                self._land_from_hosts()
             self.reduced = True
             self._local = [None] * len(self.buckets)
             self._locally_summed = False
@@ -203,27 +239,49 @@ class Gradients:
         if self.native:
             self._reduce_native(bucket, local)
             return
-        pool = self._landings[bucket.dtype] if local is None else self._local_landings
-        landing = pool.get()
-        shape = (bucket.bucket.ranks - 1, bucket.bucket.shard)
-        arrivals = landing[: shape[0] * shape[1]].view(shape)
+        shape = (self._members - 1, self._route.num_hosts, bucket.bucket.shard)
+        landing = _Borrowed(self._landings[bucket.dtype] if local is None else self._local_landings, shape)
         if local is not None:
             rows = [[Part(0, row)] for row in local.view(bucket.bucket.ranks, -1)]
         else:
             rows = bucket.rows(lambda: self._flat(bucket))
-        exchange = self._collectives.start_exchange(bucket.bucket.index, rows, arrivals)
-        self._flying.append((bucket, exchange, (pool, landing), bucket.flat))
+        exchange = self._collectives.start_exchange(bucket.bucket.index, rows, landing.tensor)
+        borrowed = (
+            [landing] if bucket.flat is None else [landing, _Borrowed(self._sends[bucket.dtype], (), bucket.flat)]
+        )
+        self._flying.append(_Flight(bucket, exchange, borrowed))
         bucket.flat, bucket.direct = None, {}
         while len(self._flying) > self.window:
             self._land()
 
     def _land(self) -> None:
-        bucket, exchange, (pool, landing), flat = self._flying.pop(0)
-        self._collectives.finish_exchange(exchange, bucket.shard, accumulate=self.reduced, squares=bucket.block_squares)
-        self._note(bucket, exchange.rows)
-        pool.put(landing)
-        if flat is not None:
-            self._sends[flat.dtype].put(flat)
+        """The oldest exchange is awaited and summed; where there is a second hop, its sums go across."""
+        flight = self._flying.pop(0)
+        if self._route.num_hosts == 1:
+            self._sum_shard(flight, self._route.members)
+            return
+        bucket, hosts = flight.bucket, self._route.num_hosts
+        sums = _Borrowed(self._host_sums, (hosts, bucket.bucket.shard))
+        squares = torch.empty(hosts, bucket.bucket.shard // BLOCK, device=sums.tensor.device)
+        self._collectives.finish_exchange(flight.exchange, sums.tensor, accumulate=False, squares=squares)
+        rows, members = flight.exchange.rows, self._route.members
+        self._blame(bucket.culprits(rows, members, self._route.across, sums.tensor, squares))
+        flight.give_back()
+        landing = _Borrowed(self._host_landings, (hosts - 1, bucket.bucket.shard))
+        exchange = self._collectives.start_crossing(bucket.bucket.index, sums.tensor, landing.tensor)
+        self._crossing.append(_Flight(bucket, exchange, [sums, landing]))
+        while len(self._crossing) > self.window:
+            self._land_from_hosts()
+
+    def _land_from_hosts(self) -> None:
+        self._sum_shard(self._crossing.pop(0), [None] * self._route.num_hosts)
+
+    def _sum_shard(self, flight: _Flight, sources: Sequence[int | None]) -> None:
+        bucket = flight.bucket
+        shard, squares = bucket.shard.view(1, -1), bucket.block_squares.view(1, -1)
+        self._collectives.finish_exchange(flight.exchange, shard, accumulate=self.reduced, squares=squares)
+        self._note(bucket, flight.exchange.rows, sources)
+        flight.give_back()
 
     def _reduce_native(self, bucket: BucketGradients, local: Tensor | None) -> None:
         if local is not None:
@@ -238,20 +296,30 @@ class Gradients:
         else:
             bucket.shard.copy_(total)
         sum_squares(bucket.shard.view(-1, BLOCK), bucket.block_squares)
-        self._note(bucket, [])  # the backend's sum hides who brought what
+        self._note(bucket, [], [])  # the backend's sum hides who brought what
         if bucket.flat is not None:
             self._sends[bucket.flat.dtype].put(bucket.flat)
             bucket.flat = None
 
-    def _note(self, bucket: BucketGradients, rows: Sequence[Sequence[Part]]) -> None:
+    def _note(
+        self, bucket: BucketGradients, rows: Sequence[Sequence[Sequence[Part]]], sources: Sequence[int | None]
+    ) -> None:
         if len(bucket.units):
             units = bucket.shard.view(-1, UNIT).index_select(0, bucket.units)
             sum_squares(units, bucket.unit_squares)
-        counts = bucket.culprits(rows)
+        shard, squares = bucket.shard.view(1, -1), bucket.block_squares.view(1, -1)
+        self._blame(bucket.culprits(rows, sources, [self._collectives.rank], shard, squares))
+
+    def _blame(self, counts: Tensor | None) -> None:
         if counts is not None:
             self.brought += counts
 
     # -- what the others read
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the reduction's second hop; 1 where there is none, as in the backend's own reduction."""
+        return 1 if self.native else self._route.num_hosts
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Sums of squares of this rank's blocks, FP64, and the parameter that each belongs to."""
@@ -270,6 +338,7 @@ class Gradients:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the send buffers and landing rows that exist."""
+        """Bytes of the send buffers, landing rows and hosts' sums that exist."""
         pools = [*self._sends.values(), *self._landings.values(), self._local_landings]
+        pools += [self._host_sums, self._host_landings]
         return sum(pool.bytes for pool in pools)

@@ -360,6 +360,7 @@ class ShardedOptimizer(Optimizer):
             moments=self._update.moments,
             window=self._gradients.window,
             local_sums=False,
+            hosts=self._gradients.num_hosts,
         )
 
     def wire_bytes(self) -> int:
@@ -369,7 +370,10 @@ class ShardedOptimizer(Optimizer):
     def predicted_wire_bytes(self, backwards: int = 1) -> int:
         """Bytes that this rank sends in a step of so many backwards, by `budgeting`."""
         factor = self._collectives.native_factor if self._gradients.native else 1
-        return budgeting.wire_bytes(self._layout, self._itemsize, backwards=backwards, native_factor=factor)
+        hosts = self._gradients.num_hosts
+        return budgeting.wire_bytes(
+            self._layout, self._itemsize, backwards=backwards, native_factor=factor, hosts=hosts
+        )
 
     @property
     def _itemsize(self) -> dict[str, int]:

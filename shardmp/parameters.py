@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .collectives import TILE, Collectives
+from .collectives import Collectives
+from .exchange import TILE
 from .layout import Bucket, Layout
 
 FP16_LIMIT = 65520.0  # the smallest magnitude that rounds to inf; 65504 is the largest number

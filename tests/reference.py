@@ -8,7 +8,8 @@ Invariant: each line that rounds a number says so. Sums go in rank order; backwa
 How a step goes (N ranks, loss scale S):
     w16   = fp16(w)                                     the forward and backward of every rank, in 16 bits
     g_r   = d (S * loss_r) / d w16                      16 bits
-    g     = fp32(g_0) + fp32(g_1) + ...                 FP32, in rank order; then backward after backward
+    g     = fp32(g_0) + fp32(g_1) + ...                 FP32, in rank order (two hops: host by host); then backward
+                                                        after backward
     norm  = |g| / (S * divisor)                         FP64, from FP32 sums of squares of blocks
     w     = w - optimizer(g / fp32(S * divisor * clip)) FP32, unless the norm is not finite
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 Loss = Callable[[Any], Tensor]
 Backward = Sequence[Loss | None]  # one entry per rank; None: a rank without data
 Step = Sequence[Backward]
+Hosts = Sequence[Sequence[int]] | None  # the ranks of each host, where the sum takes two hops
 
 NORM_LAYERS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 
@@ -282,18 +284,23 @@ def backward_on_ranks(
     return gradients, values
 
 
-def sum_over_ranks(gradients: Sequence[Tensor | None], master: Master) -> Tensor:
-    """r0 + r1 + ... in FP32, in rank order; an absent gradient is zeros."""
-    total = None
-    for gradient in gradients:
-        row = torch.zeros_like(master.flat) if gradient is None else padded(gradient.float())
-        total = row if total is None else total + row  # rounds
-    assert total is not None
-    return total.detach()
+def sum_over_ranks(gradients: Sequence[Tensor | None], master: Master, hosts: Hosts = None) -> Tensor:
+    """r0 + r1 + ... in FP32, in rank order; with two hops on each host first. An absent gradient is zeros."""
+    rows = [torch.zeros_like(master.flat) if g is None else padded(g.float()) for g in gradients]
+    sums = [add(rows[rank] for rank in host) for host in hosts or [range(len(rows))]]
+    return add(sums).detach()
+
+
+def add(rows: Iterable[Tensor]) -> Tensor:
+    """rows[0] + rows[1] + ..., from the left."""
+    total, *rest = rows
+    for row in rest:
+        total = total + row  # rounds
+    return total
 
 
 def gradients_of_step(
-    masters: dict[str, Master], replicas: Sequence[Replica], step: Step, scale: float, no_sync: bool
+    masters: dict[str, Master], replicas: Sequence[Replica], step: Step, scale: float, no_sync: bool, hosts: Hosts
 ) -> list[float]:
     """All backwards of a step into `Master.gradient`; returns the losses."""
     losses: list[float] = []
@@ -309,11 +316,11 @@ def gradients_of_step(
                         before = local[name][rank]
                         local[name][rank] = gradient.float() if before is None else before + gradient  # rounds
             else:
-                total = sum_over_ranks(found[name], master)
+                total = sum_over_ranks(found[name], master, hosts)
                 master.gradient = total if master.gradient is None else master.gradient + total  # rounds
     if no_sync:
         for name, master in masters.items():
-            master.gradient = sum_over_ranks(local[name], master)
+            master.gradient = sum_over_ranks(local[name], master, hosts)
     return losses
 
 
@@ -350,6 +357,7 @@ def train(
     max_grad_norm: float | None = None,
     fused: bool = False,
     no_sync: bool = False,
+    hosts: Hosts = None,
 ) -> Run:
     """Train as N ranks would, N being the number of losses of a backward.
 
@@ -357,6 +365,7 @@ def train(
         loss_scale: the scale's settings, for FP16 (by default 65536, dynamic); BF16 and FP32 have scale 1.
         fused: step with torch's fused kernels, as the library does where the class has them.
         no_sync: each step's backwards but the last ran under `no_sync()` of stage 1.
+        hosts: the ranks of each host, in the order in which the hosts' sums are added; None for one hop.
     """
     model = make_model()
     scaler = loss_scale or (LossScale() if dtype == torch.float16 else LossScale(static_scale=1.0))
@@ -373,7 +382,7 @@ def train(
         for master in masters.values():
             master.gradient, master.used, master.flat.grad = None, False, None
         scale = scaler.scale
-        losses = gradients_of_step(masters, replicas, step, scale, no_sync)
+        losses = gradients_of_step(masters, replicas, step, scale, no_sync, hosts)
         divisor = len(replicas) if average == "ranks" else max(1, len(losses))
         skipped, norm = apply_step(masters, optimizer, scale * divisor, max_grad_norm)
         scaler.update(skipped)

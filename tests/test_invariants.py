@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 import weakref
 from collections.abc import Iterator
@@ -183,7 +184,8 @@ def on_this_rank() -> tuple[str, str, float]:
 def test_10_unequal_numbers_of_backwards_end_in_an_error_that_names_who_was_where_and_poison() -> None:
     results = run_ranks(on_this_rank, 2, group_timeout=3, fresh=True)
     for rank, (first, second, took) in enumerate(results):
-        assert f"rank {rank} at step 2" in first
+        assert first.startswith(f"rank {rank} (host {socket.gethostname()}, pid ")
+        assert ") at step 2, " in first
         assert took < 3 + 5
         assert "a collective failed before" in second
         assert "restart from the last checkpoint" in second

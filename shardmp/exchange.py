@@ -1,0 +1,129 @@
+"""How rows of gradients travel to the ranks that own them, in one hop or two, and how they are summed.
+
+Owns:      the route (who sums what with whom) and the sum of rows in a fixed order.
+Takes:     which rank is on which host; rows as parts that lie in memory.
+Gives:     a `Route`, and sums in FP32 whose order is the same on every run.
+Invariant: a row is r0 + r1 + ... in rank order; with two hops the hosts' sums, each in rank order, in host order.
+
+[Note: two hops] Where M hosts have G > 2 ranks each, a host's card would carry each element G times. So the ranks of a
+host first sum among themselves what goes to the same place of every host, and send one FP32 sum across: 4 Psi (M-1)/M
+bytes leave a host in place of 2 G Psi (M-1)/M. Rank g of a host deals with the rows of the g-th rank of every host,
+its column. With G = 2 both cost the same, and one hop rounds less often. The rows of an all-gather cross once, to the
+rank of the same column, which hands them on inside its host: 2 Psi (M-1)/M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A tile of the sum: its FP32 scratch (512 KB) stays in the second-level cache.
+TILE = 2**17
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [offset, offset + data.numel()) of a row, lying in `data` (1-D, contiguous)."""
+
+    offset: int
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """With whom this rank sums what: [Note: two hops].
+
+    Attributes:
+        members: the ranks of the first hop, this one among them, in rank order.
+        columns: for each member the rows that it sums in the first hop, in host order.
+        across: the ranks of the second hop, this one among them, in host order; this rank alone where one hop suffices.
+    """
+
+    members: tuple[int, ...]
+    columns: tuple[tuple[int, ...], ...]
+    across: tuple[int, ...]
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts among which the second hop goes; 1 where there is none."""
+        return len(self.across)
+
+
+def route(hosts: Sequence[str], rank: int) -> Route:
+    """The route of `rank`, where rank r runs on host `hosts[r]`; the same kind for all ranks."""
+    together: dict[str, list[int]] = {}
+    for number, host in enumerate(hosts):
+        together.setdefault(host, []).append(number)
+    groups = list(together.values())  # in order of their lowest rank
+    size = len(groups[0])
+    if len(groups) == 1 or size <= 2 or any(len(group) != size for group in groups):
+        everybody = tuple(range(len(hosts)))
+        return Route(everybody, tuple((row,) for row in everybody), (rank,))
+    columns = tuple(zip(*groups, strict=True))
+    members = tuple(together[hosts[rank]])
+    return Route(members, columns, columns[members.index(rank)])
+
+
+@dataclass
+class Exchange:
+    """A hop under way: what is awaited, what must not be written meanwhile, and what has arrived.
+
+    Attributes:
+        rows: by source, in the order of the sum, and by row: the parts that make it up.
+    """
+
+    works: list[Any]
+    rows: list[list[Sequence[Part]]]
+    sent: list[Tensor] = field(default_factory=list)  # kept alive until the exchange is over
+
+
+class Summation:
+    """Sums rows of any floating dtype in FP32, tile by tile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.empty(TILE, device=device)
+        self._scratch = torch.empty(TILE, device=device)
+
+    def __call__(self, rows: Sequence[Sequence[Part]], out: Tensor, *, accumulate: bool, squares: Tensor) -> None:
+        """Put rows[0] + rows[1] + ... into `out`, or add it to what is there.
+
+        Args:
+            rows: each cut alike and covering `out`.
+            out: (shard,) FP32.
+            squares: FP32, one for each 1024 elements of `out`; receives the sum of squares of each block of the
+                result, taken while the tile is in the cache.
+        """
+        for pieces in zip(*rows, strict=True):
+            for start in range(0, pieces[0].data.numel(), TILE):
+                stop = min(start + TILE, pieces[0].data.numel())
+                offset = pieces[0].offset + start
+                place = out[offset : offset + stop - start]
+                total = self._sum[: stop - start] if accumulate else place
+                self._add([piece.data[start:stop] for piece in pieces], total)
+                if accumulate:
+                    place.add_(total)
+                blocks = squares[offset // 1024 : (offset + stop - start) // 1024]
+                sum_squares(place.view(-1, 1024), blocks, self._scratch[: stop - start])
+
+    def _add(self, rows: Sequence[Tensor], total: Tensor) -> None:
+        total.copy_(rows[0])
+        for row in rows[1:]:
+            if row.dtype == torch.float32:
+                total.add_(row)
+            else:  # FP32 += FP16 is seven times slower than a copy into scratch and an addition
+                scratch = self._scratch[: row.numel()]
+                scratch.copy_(row)
+                total.add_(scratch)
+
+
+def sum_squares(blocks: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
+    """The sum of squares of each row of `blocks` in FP32; a row's result depends on its own elements alone.
+
+    torch adds a row in a cascade, so that rounding grows with the logarithm of its length; a norm's kernel adds one by one.
+    """
+    squares = torch.mul(blocks, blocks, out=None if scratch is None else scratch.view(blocks.shape))
+    torch.sum(squares, dim=1, out=out)
