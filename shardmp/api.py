@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from . import tensorcore
+from . import exact, tensorcore
 from .collectives import Collectives
 from .gradients import Gradients
 from .layout import Entry, plan
@@ -72,13 +72,14 @@ def shard(
     Args:
         model: its trainable parameters become views of flat buckets in `precision`'s dtype, with rank 0's values.
         optimizer: an elementwise optimizer on the model's own parameters. Its class, groups and state are taken over;
-        its own
-            `step` raises from then on.
+            its own `step` raises from then on.
         precision: "fp16", "bf16", "fp32" or a `Precision`.
         stage: 1 or 2. Both shard masters, moments and gradient sums. Stage 1 reduces only outside `model.no_sync()`, for
             4 bytes per parameter while it accumulates; stage 2 reduces every backward.
-        reduce: "fp32" sends 16 bits and sums in FP32 in rank order; "native" is the backend's own sum in 16 bits (less
-            exact, and on gloo twice the bytes).
+        reduce: "fp32" sends 16 bits and sums in FP32 in rank order; "exact" (FP16, with `average="micro_batches"`) sums
+            in FP64 without rounding, so that any number of ranks and any dealing of the same micro-batches give the same
+            masters, for 4/N bytes more; "native" is the backend's own sum in 16 bits (less exact, and on gloo twice the
+            bytes).
         average: "ranks": the mean over ranks of the sum of this step's backwards; "micro_batches": the mean over all.
         max_grad_norm: clip the unscaled, averaged gradient at this 2-norm; None never clips.
         bucket_mb: MiB of parameters after which a bucket is closed: larger ones send fewer messages, and hold more in
@@ -92,7 +93,7 @@ def shard(
         TypeError, ValueError: a bad argument or model, by name; on every rank, and before any tensor is sent.
         NotImplementedError: an option that this version does not have yet.
     """
-    _refuse_what_is_not_there(stage, reduce, scaler, units, free_after_forward)
+    _refuse_what_is_not_there(stage, scaler, units, free_after_forward)
     world = init()
     device = world.device
     collectives = Collectives(group, device)
@@ -122,7 +123,8 @@ def shard(
         collectives,
         DTYPES,
         native=options.reduce == "native",
-        local_sums=options.stage == 1,
+        exact=options.reduce == "exact",
+        local_sums=options.stage == 1 and options.reduce != "exact",
         overlap=options.overlap,
     )
     update = Update(optimizer, elementwise, params, parameters, gradients)
@@ -154,11 +156,9 @@ def shard(
     return wrapped, sharded
 
 
-def _refuse_what_is_not_there(stage: Any, reduce: Any, scaler: Any, units: Any, free_after_forward: Any) -> None:
+def _refuse_what_is_not_there(stage: Any, scaler: Any, units: Any, free_after_forward: Any) -> None:
     if stage == 3:
         raise NotImplementedError("shard(stage=3): this version has stages 1 and 2")
-    if reduce == "exact":
-        raise NotImplementedError("shard(reduce='exact'): this version has 'fp32' and 'native'")
     for name, value in (("scaler", scaler), ("units", units), ("free_after_forward", free_after_forward)):
         if value is not None:
             raise NotImplementedError(f"shard({name}=...): this version does not have it yet; leave it out")
@@ -166,7 +166,7 @@ def _refuse_what_is_not_there(stage: Any, reduce: Any, scaler: Any, units: Any, 
 
 def _options(policy: Precision, values: tuple[Any, ...]) -> _Options:
     stage, reduce, average, max_grad_norm, bucket_mb, overlap, buffers = values
-    choices = {"stage": (stage, (1, 2)), "reduce": (reduce, ("fp32", "native"))}
+    choices = {"stage": (stage, (1, 2)), "reduce": (reduce, ("fp32", "exact", "native"))}
     choices |= {"average": (average, ("ranks", "micro_batches")), "buffers": (buffers, ("broadcast", "local"))}
     for name, (value, allowed) in choices.items():
         if isinstance(value, bool) or value not in allowed:
@@ -175,8 +175,22 @@ def _options(policy: Precision, values: tuple[Any, ...]) -> _Options:
         raise ValueError(f"shard(bucket_mb=...): expected MiB, above 0 and at most 16384, got {bucket_mb!r}")
     if not isinstance(overlap, bool):
         raise TypeError(f"shard(overlap=...): expected True or False, got {overlap!r}")
+    if reduce == "exact":
+        _check_exact(policy, average)
     norm = None if max_grad_norm is None else check_max_norm(max_grad_norm)
     return _Options(stage, reduce, average, norm, max(1, int(bucket_mb * 2**20)), overlap, buffers)
+
+
+def _check_exact(policy: Precision, average: str) -> None:
+    if policy.param != "fp16":
+        raise ValueError(
+            f"shard(reduce='exact'): expected precision 'fp16', whose numbers FP64 adds without rounding, got {policy.param!r}"
+        )
+    if average != "micro_batches":
+        raise ValueError(
+            f"shard(reduce='exact'): expected average='micro_batches', which does not depend on the number of ranks, got "
+            f"average={average!r}"
+        )
 
 
 # -- agreement
@@ -198,6 +212,8 @@ def _agree(
         options = _options(policy, values[1:])
         _check_model(model, policy, collectives.device)
         _check_optimizer(model, optimizer)
+        if options.reduce == "exact":
+            exact.check_model(model, collectives.device)
         found = policy, options, probe(optimizer)
         lines = _fingerprint(model, optimizer, policy, options)
     except (TypeError, ValueError) as mistake:

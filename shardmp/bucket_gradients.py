@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .exchange import Part
+from .exact import ExactShard, on_grid
+from .exchange import Part, sum_squares
 from .layout import BLOCK, UNIT, Bucket, Piece
 
 # A gradient from this size on is sent from where autograd left it: a message of its own costs less than the copy.
@@ -59,14 +60,18 @@ def cuts_of(bucket: Bucket, *, direct: bool) -> tuple[Cut, ...]:
 class BucketGradients:
     """One bucket's part of the gradients: its shard, its blocks' squares, and what this backward has brought so far."""
 
-    def __init__(self, bucket: Bucket, rank: int, dtype: torch.dtype, device: torch.device, *, direct: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, rank: int, dtype: torch.dtype, device: torch.device, *, direct: bool, exact: bool
+    ) -> None:
         self.bucket = bucket
         self.dtype = dtype
         self.cuts = cuts_of(bucket, direct=direct)
         self.direct_params = {cut.param for cut in self.cuts if cut.param is not None}
         self.slots = {slot.param: slot for slot in bucket.slots}
         self.pieces: tuple[Piece, ...] = bucket.pieces(rank)
-        self.shard = torch.zeros(bucket.shard, device=device)
+        pairs = bucket.ranks == 2 and dtype == torch.float16
+        self.exact = ExactShard(bucket.shard, device, pairs=pairs) if exact else None
+        self.shard = torch.zeros(bucket.shard, device=device) if self.exact is None else self.exact.narrow
         self.block_squares = torch.zeros(bucket.shard // BLOCK, device=device)
         self.flat: Tensor | None = None  # the send buffer, while this backward fills it
         self.direct: dict[int, Tensor] = {}  # gradients sent from where they lie
@@ -93,6 +98,8 @@ class BucketGradients:
     def take(self, param: int, gradient: Tensor, flat: Callable[[], Tensor]) -> None:
         """Put a parameter's gradient where it will be sent from."""
         self.arrived.add(param)
+        if self.exact is not None and gradient.dtype == torch.float32:
+            gradient = on_grid(gradient)
         slot = self.slots[param]
         if param in self.direct_params and gradient.is_contiguous():
             whole = slot.numel // BLOCK * BLOCK
@@ -119,6 +126,16 @@ class BucketGradients:
                 data = flat()[cut.start : cut.stop]
             rows[cut.row].append(Part(cut.start - cut.row * self.bucket.shard, data))
         return rows
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the shard in FP32."""
+        return self.shard[start:stop] if self.exact is None else self.exact.values(start, stop)
+
+    def square_units(self) -> None:
+        """Sum the squares of small parameters over their units of 64."""
+        if len(self.units):
+            total = self.shard if self.exact is None else self.exact.sums
+            sum_squares(total.view(-1, UNIT).index_select(0, self.units).float(), self.unit_squares)
 
     def squares(self) -> Tensor:
         """Sums of squares, FP64, one for each entry of `owners`; scaled as the gradients are."""

@@ -19,7 +19,15 @@ KINDS = ("parameters", "gradients", "masters", "moments", "buckets")
 
 
 def memory(
-    layout: Layout, rank: int, itemsize: dict[str, int], *, moments: int, window: int, local_sums: bool, hosts: int = 1
+    layout: Layout,
+    rank: int,
+    itemsize: dict[str, int],
+    *,
+    moments: int,
+    window: int,
+    local_sums: bool,
+    hosts: int = 1,
+    sum_itemsize: int = 4,
 ) -> dict[str, int]:
     """Bytes that one rank holds between and during steps, by kind.
 
@@ -31,6 +39,7 @@ def memory(
         window: exchanges in flight before the oldest is awaited.
         local_sums: whether stage 1 adds whole gradients up under `no_sync` (4 bytes per parameter while it does).
         hosts: hosts of the second hop; 1 where there is none.
+        sum_itemsize: bytes of an element of the gradient shard: 4, and 8 with `reduce="exact"`.
 
     "buckets" is an upper bound in the usual order of gradients: a send buffer and the peers' rows for each exchange in
     flight, and for the bucket that is being filled; with two hops the FP32 sums of this host and of the others as well.
@@ -45,10 +54,10 @@ def memory(
         peers = (bucket.ranks - hosts) * bucket.shard
         sends[bucket.dtype] = max(sends.get(bucket.dtype, 0), in_flight * (bucket.size + peers) * item)
     in_flight = min(window + 1, len(sizes))
-    crossing = 0 if hosts == 1 else 4 * in_flight * (2 * hosts - 1) * max(shard for _, shard, _ in sizes)
+    crossing = 0 if hosts == 1 else sum_itemsize * in_flight * (2 * hosts - 1) * max(shard for _, shard, _ in sizes)
     return {
         "parameters": sum(size * item for size, _, item in sizes),
-        "gradients": 4 * shards + (4 * sum(size for size, _, _ in sizes) if local_sums else 0),
+        "gradients": sum_itemsize * shards + (4 * sum(size for size, _, _ in sizes) if local_sums else 0),
         "masters": 4 * sum(shard for _, shard, item in sizes if item < 4),  # FP32 parameters are their own masters
         "moments": 4 * moments * sum(piece.length for piece in layout.pieces(rank)),
         "buckets": sum(sends.values()) + crossing,
@@ -56,20 +65,28 @@ def memory(
 
 
 def wire_bytes(
-    layout: Layout, itemsize: dict[str, int], *, backwards: int = 1, native_factor: int = 1, hosts: int = 1
+    layout: Layout,
+    itemsize: dict[str, int],
+    *,
+    backwards: int = 1,
+    native_factor: int = 1,
+    hosts: int = 1,
+    sum_itemsize: int = 4,
 ) -> int:
     """Bytes that one rank sends in a step: a reduce-scatter in each of `backwards`, one verdict, one all-gather.
 
     Args:
         native_factor: what the backend's own reduce-scatter sends, in rings (gloo: 2).
-        hosts: hosts of the second hop; 1 where there is none. It sends FP32, (hosts - 1) rows of this rank's column; the
-            all-gather's two hops send as much as one.
+        hosts: hosts of the second hop; 1 where there is none. It sends (hosts - 1) rows of sums, those of this rank's
+            column; the all-gather's two hops send as much as one.
+        sum_itemsize: bytes of an element of the sums: 4, and 8 with `reduce="exact"`.
     """
     peers = layout.ranks - 1
     rows = sum(bucket.shard * itemsize[bucket.dtype] for bucket in layout.buckets)
     reduction = peers * rows * native_factor
     if hosts > 1:
-        reduction = (layout.ranks - hosts) * rows + (hosts - 1) * 4 * sum(bucket.shard for bucket in layout.buckets)
+        shards = sum(bucket.shard for bucket in layout.buckets)
+        reduction = (layout.ranks - hosts) * rows + (hosts - 1) * sum_itemsize * shards
     lanes = sum(Lanes(len(layout.entries), layout.ranks).lengths().values())
     return backwards * reduction + peers * rows + 2 * 8 * lanes * peers // layout.ranks
 

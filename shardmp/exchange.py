@@ -2,7 +2,7 @@
 
 Owns:      the route (who sums what with whom) and the sum of rows in a fixed order.
 Takes:     which rank is on which host; rows as parts that lie in memory.
-Gives:     a `Route`, and sums in FP32 whose order is the same on every run.
+Gives:     a `Route`, and sums in FP32 (or FP64) whose order is the same on every run.
 Invariant: a row is r0 + r1 + ... in rank order; with two hops the hosts' sums, each in rank order, in host order.
 
 [Note: two hops] Where M hosts have G > 2 ranks each, a host's card would carry each element G times. So the ranks of a
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A tile of the sum: its FP32 scratch (512 KB) stays in the second-level cache.
+# FP32 elements of a tile of the sum: its scratch (512 KB) stays in the second-level cache.
 TILE = 2**17
 
 
@@ -82,42 +82,58 @@ class Exchange:
 
 
 class Summation:
-    """Sums rows of any floating dtype in FP32, tile by tile."""
+    """Sums rows of any floating dtype in FP32 or FP64, as `out` is, tile by tile."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sum = torch.empty(TILE, device=device)
-        self._scratch = torch.empty(TILE, device=device)
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def __call__(self, rows: Sequence[Sequence[Part]], out: Tensor, *, accumulate: bool, squares: Tensor) -> None:
         """Put rows[0] + rows[1] + ... into `out`, or add it to what is there.
 
         Args:
             rows: each cut alike and covering `out`.
-            out: (shard,) FP32.
+            out: (shard,) FP32 or FP64.
             squares: FP32, one for each 1024 elements of `out`; receives the sum of squares of each block of the
-                result, taken while the tile is in the cache.
+                result, rounded to FP32, taken while the tile is in the cache.
         """
+        tile = TILE * 4 // out.element_size()
         for pieces in zip(*rows, strict=True):
-            for start in range(0, pieces[0].data.numel(), TILE):
-                stop = min(start + TILE, pieces[0].data.numel())
+            for start in range(0, pieces[0].data.numel(), tile):
+                stop = min(start + tile, pieces[0].data.numel())
                 offset = pieces[0].offset + start
                 place = out[offset : offset + stop - start]
-                total = self._sum[: stop - start] if accumulate else place
+                total = self._buffer("total", out.dtype, stop - start) if accumulate else place
                 self._add([piece.data[start:stop] for piece in pieces], total)
                 if accumulate:
                     place.add_(total)
+                rounded = self._buffer("rounded", torch.float32, stop - start)
                 blocks = squares[offset // 1024 : (offset + stop - start) // 1024]
-                sum_squares(place.view(-1, 1024), blocks, self._scratch[: stop - start])
+                result = place if out.dtype == torch.float32 else rounded.copy_(place)
+                sum_squares(result.view(-1, 1024), blocks, rounded)
 
     def _add(self, rows: Sequence[Tensor], total: Tensor) -> None:
-        total.copy_(rows[0])
+        total.copy_(self._widened(rows[0], total.dtype))
         for row in rows[1:]:
-            if row.dtype == torch.float32:
-                total.add_(row)
-            else:  # FP32 += FP16 is seven times slower than a copy into scratch and an addition
-                scratch = self._scratch[: row.numel()]
-                scratch.copy_(row)
-                total.add_(scratch)
+            total.add_(self._as(row, total.dtype))
+
+    def _as(self, row: Tensor, dtype: torch.dtype) -> Tensor:
+        """`row` in `dtype`: FP32 += FP16 is seven times slower than a copy into scratch and an addition."""
+        row = self._widened(row, dtype)
+        return row if row.dtype == dtype else self._buffer("row", dtype, row.numel()).copy_(row)
+
+    def _widened(self, row: Tensor, dtype: torch.dtype) -> Tensor:
+        """16 bits on the way to FP64 go through FP32: from 16 bits to 64, torch has no vectorised kernel."""
+        if dtype == torch.float64 and row.element_size() == 2:
+            return self._buffer("rounded", torch.float32, row.numel()).copy_(row)
+        return row
+
+    def _buffer(self, name: str, dtype: torch.dtype, numel: int) -> Tensor:
+        found = self._buffers.get((name, dtype))
+        if found is None:
+            found = torch.empty(TILE * 4 // dtype.itemsize, dtype=dtype, device=self._device)
+            self._buffers[name, dtype] = found
+        return found[:numel]
 
 
 def sum_squares(blocks: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from .bucket_gradients import BucketGradients, Pool
 from .collectives import Collectives
+from .exact import MAX_TERMS
 from .exchange import Exchange, Part, sum_squares
-from .layout import BLOCK, UNIT, Layout
+from .layout import BLOCK, Layout
 
 # Exchanges in flight before the oldest is awaited: one arrives while the next is filled.
 WINDOW = 2
@@ -65,6 +66,7 @@ class Gradients:
         collectives: the shard group.
         dtypes: the dtype of each bucket by the layout's word for it.
         native: sum with the backend's own reduce-scatter, in the wire's dtype.
+        exact: sum in FP64, which no order can change.
         local_sums: stage 1: under `no_sync` whole gradients are added up locally, in FP32.
         overlap: let exchanges run while backward goes on.
     """
@@ -78,18 +80,20 @@ class Gradients:
         dtypes: dict[str, torch.dtype],
         *,
         native: bool,
+        exact: bool,
         local_sums: bool,
         overlap: bool,
     ) -> None:
         self.layout = layout
         self.names = names
         self.native = native
+        self.exact = exact
         self.local_sums = local_sums
         self.window = WINDOW if overlap else 0
         self._collectives = collectives
         device = collectives.device
         self.buckets = [
-            BucketGradients(bucket, collectives.rank, dtypes[bucket.dtype], device, direct=not native)
+            BucketGradients(bucket, collectives.rank, dtypes[bucket.dtype], device, direct=not native, exact=exact)
             for bucket in layout.buckets
         ]
         self._owner = {slot.param: found for found in self.buckets for slot in found.bucket.slots}
@@ -104,14 +108,16 @@ class Gradients:
             self._landings[dtype] = Pool(landing, dtype, device)
         shard = max((bucket.shard for bucket in layout.buckets), default=0)
         # Of any bucket: where local FP32 sums land, the sums of this host's ranks, and where other hosts' sums land.
+        sums = torch.float64 if exact else torch.float32
         self._local_landings = Pool((self._members - 1) * hosts * shard, torch.float32, device)
-        self._host_sums = Pool(hosts * shard, torch.float32, device)
-        self._host_landings = Pool((hosts - 1) * shard, torch.float32, device)
+        self._host_sums = Pool(hosts * shard, sums, device)
+        self._host_landings = Pool((hosts - 1) * shard, sums, device)
         self._owners = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(b.owners for b in self.buckets)])
         self._flying: list[_Flight] = []  # in the first hop, or in the only one
         self._crossing: list[_Flight] = []  # in the second
         self._next = 0
         self.in_backward = False
+        self.backwards = 0
         self.synchronising = True  # False under no_sync in stage 1
         self.armed = True  # False between step and the next scaled loss, where losses are scaled
         self.at_begin: Callable[[], None] = lambda: None
@@ -125,6 +131,7 @@ class Gradients:
 
     def reset(self) -> None:
         """Drop what this step's backwards have brought."""
+        self._one_expected = self.backwards <= 1
         self.backwards = 0
         self.reduced = False
         self.seen = [False] * len(self.names)
@@ -139,12 +146,19 @@ class Gradients:
         if self.in_backward:
             return
         self._collectives.refuse_after_failure()
+        if self.exact and (self.backwards + 1) * self.layout.ranks > MAX_TERMS:
+            raise ValueError(
+                f"reduce='exact': {self.backwards + 1} backwards on {self.layout.ranks} ranks before a step are more than "
+                f"{MAX_TERMS} gradients, the most that FP64 adds without rounding: step more often, or use reduce='fp32'"
+            )
         self.in_backward = True
         self.backwards += 1
         self._next = 0
         self._locally_summed |= not self.synchronising
         for bucket in self.buckets:
             bucket.arrived.clear()
+            if bucket.exact is not None and self.reduced:
+                bucket.exact.widen()
         self.at_begin()
 
     def begin_in_autograd(self) -> None:
@@ -239,20 +253,30 @@ class Gradients:
         if self.native:
             self._reduce_native(bucket, local)
             return
-        shape = (self._members - 1, self._route.num_hosts, bucket.bucket.shard)
-        landing = _Borrowed(self._landings[bucket.dtype] if local is None else self._local_landings, shape)
+        borrowed: list[_Borrowed] = []
+        arrivals = bucket.exact.arrivals if self._keeps_pair(bucket) and bucket.exact else None
+        if arrivals is None:
+            shape = (self._members - 1, self._route.num_hosts, bucket.bucket.shard)
+            borrowed.append(_Borrowed(self._landings[bucket.dtype] if local is None else self._local_landings, shape))
+            arrivals = borrowed[0].tensor
         if local is not None:
             rows = [[Part(0, row)] for row in local.view(bucket.bucket.ranks, -1)]
         else:
             rows = bucket.rows(lambda: self._flat(bucket))
-        exchange = self._collectives.start_exchange(bucket.bucket.index, rows, landing.tensor)
-        borrowed = (
-            [landing] if bucket.flat is None else [landing, _Borrowed(self._sends[bucket.dtype], (), bucket.flat)]
-        )
+        exchange = self._collectives.start_exchange(bucket.bucket.index, rows, arrivals)
+        if bucket.flat is not None:
+            borrowed.append(_Borrowed(self._sends[bucket.dtype], (), bucket.flat))
         self._flying.append(_Flight(bucket, exchange, borrowed))
         bucket.flat, bucket.direct = None, {}
         while len(self._flying) > self.window:
             self._land()
+
+    def _keeps_pair(self, bucket: BucketGradients) -> bool:
+        """Whether this is a first backward on two ranks, whose FP32 sum is exact enough and whose rows are kept.
+
+        Where the step before had several backwards it would be a detour.
+        """
+        return bucket.exact is not None and bucket.exact.pair is not None and not self.reduced and self._one_expected
 
     def _land(self) -> None:
         """The oldest exchange is awaited and summed; where there is a second hop, its sums go across."""
@@ -277,10 +301,19 @@ class Gradients:
         self._sum_shard(self._crossing.pop(0), [None] * self._route.num_hosts)
 
     def _sum_shard(self, flight: _Flight, sources: Sequence[int | None]) -> None:
-        bucket = flight.bucket
-        shard, squares = bucket.shard.view(1, -1), bucket.block_squares.view(1, -1)
-        self._collectives.finish_exchange(flight.exchange, shard, accumulate=self.reduced, squares=squares)
-        self._note(bucket, flight.exchange.rows, sources)
+        bucket, exact = flight.bucket, flight.bucket.exact
+        pair = self._keeps_pair(bucket)
+        shard = bucket.shard if exact is None or pair else exact.wide
+        squares = bucket.block_squares.view(1, -1)
+        self._collectives.finish_exchange(flight.exchange, shard.view(1, -1), accumulate=self.reduced, squares=squares)
+        if exact is not None and pair:
+            exact.take_pair(flight.exchange.rows[self._collectives.rank][0])
+        elif exact is not None:
+            exact.take_sums()
+        bucket.square_units()
+        self._blame(
+            bucket.culprits(flight.exchange.rows, sources, [self._collectives.rank], shard.view(1, -1), squares)
+        )
         flight.give_back()
 
     def _reduce_native(self, bucket: BucketGradients, local: Tensor | None) -> None:
@@ -296,25 +329,24 @@ class Gradients:
         else:
             bucket.shard.copy_(total)
         sum_squares(bucket.shard.view(-1, BLOCK), bucket.block_squares)
-        self._note(bucket, [], [])  # the backend's sum hides who brought what
+        bucket.square_units()
+        shard, squares = bucket.shard.view(1, -1), bucket.block_squares.view(1, -1)
+        self._blame(bucket.culprits([], [], [self._collectives.rank], shard, squares))  # the sum hides who brought what
         if bucket.flat is not None:
             self._sends[bucket.flat.dtype].put(bucket.flat)
             bucket.flat = None
-
-    def _note(
-        self, bucket: BucketGradients, rows: Sequence[Sequence[Sequence[Part]]], sources: Sequence[int | None]
-    ) -> None:
-        if len(bucket.units):
-            units = bucket.shard.view(-1, UNIT).index_select(0, bucket.units)
-            sum_squares(units, bucket.unit_squares)
-        shard, squares = bucket.shard.view(1, -1), bucket.block_squares.view(1, -1)
-        self._blame(bucket.culprits(rows, sources, [self._collectives.rank], shard, squares))
 
     def _blame(self, counts: Tensor | None) -> None:
         if counts is not None:
             self.brought += counts
 
     # -- what the others read
+
+    def round(self, index: int) -> None:
+        """The update may read the FP32 shard of a bucket: exact sums are rounded here, once."""
+        exact = self.buckets[index].exact
+        if exact is not None:
+            exact.round()
 
     @property
     def num_hosts(self) -> int:
@@ -331,10 +363,16 @@ class Gradients:
         return [index for index, seen in enumerate(self.seen) if not seen and index in self._owner]
 
     @property
+    def sum_itemsize(self) -> int:
+        """Bytes of an element of the sums."""
+        return 8 if self.exact else 4
+
+    @property
     def bytes(self) -> int:
         """Bytes of the gradient shard, and of local whole sums while `no_sync` keeps them."""
-        sums = [bucket.shard for bucket in self.buckets] + [local for local in self._local if local is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in sums)
+        local = [found for found in self._local if found is not None]
+        sums = [bucket.shard if bucket.exact is None else bucket.exact.wide for bucket in self.buckets]
+        return sum(tensor.numel() * tensor.element_size() for tensor in sums + local)
 
     @property
     def buffer_bytes(self) -> int:

@@ -194,6 +194,7 @@ class ShardedOptimizer(Optimizer):
         )
         left_out = self._update.left_out(verdict, self._gradients.absent())
         for index in reversed(range(len(self._layout.buckets))):  # in the order in which the next forward reads them
+            self._gradients.round(index)
             self._update.step_bucket(index, verdict, left_out)
             self._parameters.publish(index)
         self._scaler.update(verdict.found_inf, verdict.loss_not_finite)
@@ -301,7 +302,8 @@ class ShardedOptimizer(Optimizer):
         Raises:
             KeyError: no trainable parameter has this name.
         """
-        return self._whole(name, [bucket.master for bucket in self._parameters.buckets])
+        buckets = self._parameters.buckets
+        return self._whole(name, lambda index, start, stop: buckets[index].master[start:stop])
 
     @torch.no_grad()
     def full_grad(self, name: str) -> Tensor:
@@ -313,7 +315,8 @@ class ShardedOptimizer(Optimizer):
         """
         if not self._gradients.reduced:
             raise RuntimeError("full_grad() without a reduced gradient: call it between backward and step")
-        whole = self._whole(name, [bucket.shard for bucket in self._gradients.buckets])
+        buckets = self._gradients.buckets
+        whole = self._whole(name, lambda index, start, stop: buckets[index].values(start, stop))
         divisor: Tensor | float = self._collectives.world_size
         if self._average == "micro_batches":
             count = self._losses[2:].clone()
@@ -321,7 +324,8 @@ class ShardedOptimizer(Optimizer):
             divisor = count[0].clamp(min=1.0)
         return whole.div_((self._used_scale.double() * divisor).float())
 
-    def _whole(self, name: str, shards: Sequence[Tensor]) -> Tensor:
+    def _whole(self, name: str, values: Callable[[int, int, int], Tensor]) -> Tensor:
+        """One parameter from the ranks' shards; `values` gives elements [start, stop) of this rank's shard of a bucket."""
         if name not in self._index:
             raise KeyError(f"no trainable parameter is called {name!r}; their names: {', '.join(self._names[:8])}, ...")
         self._collectives.at(f"step {self._steps + 1}, reading {name}")
@@ -331,7 +335,7 @@ class ShardedOptimizer(Optimizer):
         for piece in self._layout.owners(index) if shape.numel() else ():
             part = whole[piece.lo : piece.hi]
             if piece.rank == self._collectives.rank:
-                part.copy_(shards[piece.bucket][piece.offset : piece.offset + piece.hi - piece.lo])
+                part.copy_(values(piece.bucket, piece.offset, piece.offset + piece.hi - piece.lo))
             self._collectives.broadcast(part, piece.rank)
         return whole.view(shape)
 
@@ -360,6 +364,7 @@ class ShardedOptimizer(Optimizer):
             moments=self._update.moments,
             window=self._gradients.window,
             local_sums=False,
+            sum_itemsize=self._gradients.sum_itemsize,
             hosts=self._gradients.num_hosts,
         )
 
@@ -372,7 +377,12 @@ class ShardedOptimizer(Optimizer):
         factor = self._collectives.native_factor if self._gradients.native else 1
         hosts = self._gradients.num_hosts
         return budgeting.wire_bytes(
-            self._layout, self._itemsize, backwards=backwards, native_factor=factor, hosts=hosts
+            self._layout,
+            self._itemsize,
+            backwards=backwards,
+            native_factor=factor,
+            hosts=hosts,
+            sum_itemsize=self._gradients.sum_itemsize,
         )
 
     @property

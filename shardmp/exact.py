@@ -1,0 +1,144 @@
+"""Sums of FP16 gradients that no order can change: `reduce="exact"`.
+
+Owns:      the FP64 gradient shard, and the grid on which every gradient lies.
+Takes:     rows of FP16 gradients, and FP32 ones of parameters kept in FP32, put on the same grid.
+Gives:     the exact sum of all rows of a step, rounded once to FP32.
+Invariant: an FP16 number is k / 2^24 with |k| < 2^40, so FP64 adds up to 8192 of them without rounding, in any order.
+
+[Note: one storage] A shard has 8 bytes per element: FP64 sums, or in the lower half their FP32 rounding, which the update
+reads. Two addends need no FP64: their FP32 sum is the rounding of their exact sum. So on two ranks the first backward
+of a step puts the FP32 sum into the lower half, and the two rows, 4 bytes, into the upper one: a second backward widens
+them to FP64.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .exchange import TILE, Part
+
+MAX_TERMS = 8192  # 2^13: 40 bits of an FP16 number and 13 of the count are the 53 of FP64
+FP16_MAX = 65504.0
+_GRID = 1.5 * 2.0**28  # FP64 numbers near it are multiples of 2^-24
+
+# Modules whose result for a micro-batch is not a matter of the micro-batch alone, and what follows from that.
+_RANDOM = "draws random numbers, which depend on the rank and on how micro-batches are dealt"
+_STATISTICS = (
+    "keeps running statistics of rank 0's micro-batches: its buffers depend on the number of ranks, weights don't"
+)
+
+
+def on_grid(gradient: Tensor) -> Tensor:
+    """An FP32 gradient as FP16's grid has it: a multiple of 2^-24, inf beyond 65504."""
+    wide = gradient.double().add_(_GRID).sub_(_GRID)
+    return wide.masked_fill_(gradient > FP16_MAX, torch.inf).masked_fill_(gradient < -FP16_MAX, -torch.inf).float()
+
+
+class ExactShard:
+    """The gradient shard of one bucket; see [Note: one storage].
+
+    Args:
+        numel: elements of the shard.
+        pairs: keep the two rows of a first backward on two ranks, which must be FP16.
+    """
+
+    def __init__(self, numel: int, device: torch.device, *, pairs: bool) -> None:
+        self.wide = torch.zeros(numel, dtype=torch.float64, device=device)
+        self.narrow = self.wide.view(torch.float32)[:numel]
+        rows = self.wide.view(torch.float16)[2 * numel :].view(2, numel)
+        self.pair = rows if pairs else None
+        self._is_wide = False
+        self._has_pair = False
+
+    @property
+    def arrivals(self) -> Tensor | None:
+        """Where the peer's row of a first backward lands, (1, 1, shard) FP16; None where rows are not kept."""
+        return None if self.pair is None else self.pair[0].view(1, 1, -1)
+
+    def take_pair(self, own: Sequence[Part]) -> None:
+        """A first backward's FP32 sum is in `narrow` and the peer's row in `arrivals`: keep this rank's row as well."""
+        assert self.pair is not None
+        for part in own:
+            self.pair[1, part.offset : part.offset + part.data.numel()].copy_(part.data)
+        self._has_pair, self._is_wide = True, False
+
+    def take_sums(self) -> None:
+        """The sums are in `wide`."""
+        self._has_pair, self._is_wide = False, True
+
+    def widen(self) -> None:
+        """Another backward will be added: from here on the sum is FP64."""
+        if self._has_pair:
+            assert self.pair is not None
+            rows = self.pair.clone()  # `wide` lies over it
+            for start in range(0, self.wide.numel(), TILE):
+                first, second = rows[
+                    :, start : start + TILE
+                ].float()  # torch has no vectorised kernel from 16 bits to 64
+                self.wide[start : start + TILE].copy_(first).add_(second)
+            self.take_sums()
+
+    def round(self) -> None:
+        """Put the rounding of the sums into `narrow`."""
+        if not self._is_wide:
+            return
+        for start in range(0, self.wide.numel(), TILE):
+            # In ascending order and through a copy: `narrow` lies over the sums that were read before.
+            rounded = self.wide[start : start + TILE].float()
+            self.narrow[start : start + TILE] = rounded
+        self._is_wide = False
+
+    @property
+    def sums(self) -> Tensor:
+        """The sums, FP64, or their FP32 rounding where that is what there is."""
+        return self.wide if self._is_wide else self.narrow
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop), rounded to FP32."""
+        return self.sums[start:stop].float()
+
+
+def check_model(model: nn.Module, device: torch.device) -> None:
+    """Say where the promise of equal bits does not hold, and refuse where it would be false.
+
+    Raises:
+        ValueError: a layer that mixes the ranks' statistics, or CUDA kernels that may add in any order.
+
+    Warns:
+        UserWarning: modules that draw random numbers, or keep running statistics, by name.
+    """
+    found = []
+    for name, module in model.named_modules():
+        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                f"shard(reduce='exact'): {where} computes with the statistics of all ranks' micro-batches, so the weights "
+                "would depend on the number of ranks: use a norm without batch statistics, or reduce='fp32'"
+            )
+        if _draws(module):
+            found.append(f"{where} {_RANDOM}")
+        elif isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            found.append(f"{where} {_STATISTICS}")
+    if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            "shard(reduce='exact') on CUDA: call torch.use_deterministic_algorithms(True) first (and set "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8): kernels that add in any order give other bits on each run"
+        )
+    if found:
+        warnings.warn(
+            "reduce='exact' promises the same masters for any number of ranks, with the exception of: "
+            + "; ".join(found),
+            stacklevel=2,
+        )
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
+        return True
+    if isinstance(module, (nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)):
+        return float(getattr(module, "p", getattr(module, "dropout", 0.0))) > 0
+    return False
