@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardmp
 from shardmp.budgeting import unsharded_memory
+from shardmp.launcher import detect
 
 INIT_SCALE, GROWTH_INTERVAL = 2.0**16, 20
 INTERRUPTED = 130  # a shell's exit status for Ctrl-C: 128 + SIGINT
@@ -44,8 +45,10 @@ INTERRUPTED = 130  # a shell's exit status for Ctrl-C: 128 + SIGINT
 
 
 def is_first() -> bool:
-    """Whether this rank speaks for all. torchrun says so before there is a process group."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this rank speaks for all, as the launcher says before there is a process group."""
+    with contextlib.suppress(ValueError):  # variables that contradict each other: shardmp.init says which
+        return detect(os.environ).rank == 0
+    return True
 
 
 def at_least(kind: type, lowest: float) -> Callable[[str], float]:

@@ -8,12 +8,16 @@ for tokens, targets in loader:
     optimizer.zero_grad()
 """
 
-from .api import shard
-from .module import ShardedModule
-from .optimizer import ShardedOptimizer
-from .precision import Precision
-from .verdict import Overflow, StepReport
-from .world import World, init
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import shard
+    from .module import ShardedModule
+    from .optimizer import ShardedOptimizer
+    from .precision import Precision
+    from .verdict import Overflow, StepReport
+    from .world import World, init
 
 __all__ = [
     "Overflow",
@@ -25,3 +29,26 @@ __all__ = [
     "init",
     "shard",
 ]
+
+# Loaded at first use: the `shardmp` command starts torchrun without importing torch, which takes seconds, itself.
+_HOME = {
+    "Overflow": "verdict",
+    "Precision": "precision",
+    "ShardedModule": "module",
+    "ShardedOptimizer": "optimizer",
+    "StepReport": "verdict",
+    "World": "world",
+    "init": "world",
+    "shard": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardmp' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
