@@ -87,19 +87,26 @@ def shard(
         overlap: reduce under backward and gather under the next forward; no result depends on it.
         buffers: "broadcast" gives every rank rank 0's buffers at the end of each backward; "local" leaves them alone.
         group: the process group to shard over; by default all ranks.
-        scaler, units, free_after_forward: not in this version.
+        scaler: another model's `ShardedOptimizer`, on the same ranks in FP16, whose loss scale this one shares: for models
+            under one loss, or with losses in turn. It moves once, when the next loss is scaled, by all verdicts since;
+            its settings are those of `scaler`.
+        units, free_after_forward: not in this version.
 
     Raises:
         TypeError, ValueError: a bad argument or model, by name; on every rank, and before any tensor is sent.
         NotImplementedError: an option that this version does not have yet.
     """
-    _refuse_what_is_not_there(stage, scaler, units, free_after_forward)
+    _refuse_what_is_not_there(stage, units, free_after_forward)
     world = init()
     device = world.device
     collectives = Collectives(group, device)
     collectives.at("shard()")
     policy, options, elementwise = _agree(
-        collectives, model, optimizer, (precision, stage, reduce, average, max_grad_norm, bucket_mb, overlap, buffers)
+        collectives,
+        model,
+        optimizer,
+        (precision, stage, reduce, average, max_grad_norm, bucket_mb, overlap, buffers),
+        scaler,
     )
     if device.type == "cpu" and policy.dtype != torch.float32:
         tensorcore.enable(policy.dtype)
@@ -139,6 +146,7 @@ def shard(
         parameters,
         gradients,
         update,
+        None if scaler is None else scaler.shared_scaler(),
         average=options.average,
         max_grad_norm=options.max_grad_norm,
     )
@@ -156,10 +164,10 @@ def shard(
     return wrapped, sharded
 
 
-def _refuse_what_is_not_there(stage: Any, scaler: Any, units: Any, free_after_forward: Any) -> None:
+def _refuse_what_is_not_there(stage: Any, units: Any, free_after_forward: Any) -> None:
     if stage == 3:
         raise NotImplementedError("shard(stage=3): this version has stages 1 and 2")
-    for name, value in (("scaler", scaler), ("units", units), ("free_after_forward", free_after_forward)):
+    for name, value in (("units", units), ("free_after_forward", free_after_forward)):
         if value is not None:
             raise NotImplementedError(f"shard({name}=...): this version does not have it yet; leave it out")
 
@@ -197,7 +205,7 @@ def _check_exact(policy: Precision, average: str) -> None:
 
 
 def _agree(
-    collectives: Collectives, model: nn.Module, optimizer: Optimizer, values: tuple[Any, ...]
+    collectives: Collectives, model: nn.Module, optimizer: Optimizer, values: tuple[Any, ...], scaler: Any
 ) -> tuple[Precision, _Options, set[str]]:
     """Check what this rank was given, and that all ranks were given the same.
 
@@ -210,6 +218,7 @@ def _agree(
     try:
         policy = as_precision(values[0])
         options = _options(policy, values[1:])
+        _check_scaler(policy, collectives, scaler)
         _check_model(model, policy, collectives.device)
         _check_optimizer(model, optimizer)
         if options.reduce == "exact":
@@ -262,6 +271,26 @@ def _raise_first_difference(told: Sequence[Sequence[str]]) -> NoReturn:
 
 
 # -- the checks of one rank
+
+
+def _check_scaler(policy: Precision, collectives: Collectives, scaler: Any) -> None:
+    if scaler is None:
+        return
+    if not isinstance(scaler, ShardedOptimizer):
+        raise TypeError(f"shard(scaler=...): expected a ShardedOptimizer, got {type(scaler).__name__}")
+    if not policy.has_loss_scale or not scaler.precision.has_loss_scale:
+        raise ValueError(
+            f"shard(scaler=...): only FP16 has a loss scale to share, got precision {policy.param!r} beside "
+            f"{scaler.precision.param!r}; leave it out"
+        )
+    differing = policy.other_scale_options(scaler.precision)
+    if differing:
+        raise ValueError(
+            f"shard(scaler=...): the loss scale is that of the other optimizer, but {', '.join(differing)} differ: give both "
+            "the same Precision"
+        )
+    if not scaler.shares_ranks_with(collectives):
+        raise ValueError("shard(scaler=...): the other optimizer is sharded over other ranks, which see other verdicts")
 
 
 def _trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:

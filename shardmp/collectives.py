@@ -46,11 +46,11 @@ class Collectives:
         self.group = None if alone or group is dist.group.WORLD else group
         self.rank = 0 if alone else dist.get_rank(group)
         self.world_size = 1 if alone else dist.get_world_size(group)
-        self._global = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.failure: str | None = None
         self.sent_bytes = 0
-        unmet = [Member.unmet(rank) for rank in self._global]
-        unmet[self.rank] = Member.myself(self._global[self.rank])
+        unmet = [Member.unmet(rank) for rank in self.ranks]
+        unmet[self.rank] = Member.myself(self.ranks[self.rank])
         self._roll = Roll(self.rank, unmet, "shardmp/0")
         number, members = self._meet()
         self._roll = Roll(self.rank, members, f"shardmp/{number}")
@@ -104,10 +104,10 @@ class Collectives:
         return self._isend(data, to, tag)
 
     def _isend(self, data: Tensor, to: int, tag: int) -> Any:
-        return dist.isend(data, self._global[to], self.group, self._tag + tag)
+        return dist.isend(data, self.ranks[to], self.group, self._tag + tag)
 
     def _receive(self, data: Tensor, source: int, tag: int) -> Any:
-        return dist.irecv(data, self._global[source], self.group, self._tag + tag)
+        return dist.irecv(data, self.ranks[source], self.group, self._tag + tag)
 
     # -- reduce-scatter
 
@@ -249,7 +249,7 @@ class Collectives:
             if self.rank == source:
                 self.sent_bytes += tensor.numel() * tensor.element_size()
             with self._doing("broadcast"):
-                dist.broadcast(tensor, self._global[source], group=self.group)
+                dist.broadcast(tensor, self.ranks[source], group=self.group)
 
     def gather_objects(self, value: object) -> list[Any]:
         """What each rank has said, in rank order, where all are about to speak: through the short-timeout control group."""

@@ -120,6 +120,7 @@ class Gradients:
         self.backwards = 0
         self.synchronising = True  # False under no_sync in stage 1
         self.armed = True  # False between step and the next scaled loss, where losses are scaled
+        self.peers: Callable[[], list[Gradients]] = lambda: [self]  # of models under the same loss
         self.at_begin: Callable[[], None] = lambda: None
         self.at_end: list[Callable[[], None]] = []
         self.reset()
@@ -168,7 +169,13 @@ class Gradients:
         """
         if not self.in_backward:
             self.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_all)
+
+    def _end_all(self) -> None:
+        # Models are reached in different order on different ranks, and what ends their backward has one order.
+        for gradients in self.peers():
+            if gradients.in_backward:
+                gradients.end()
 
     def _hook_for(self, index: int) -> Callable[[Tensor], None]:
         # The garbage collector does not see the hooks of a tensor: a strong reference would keep a dropped model alive.

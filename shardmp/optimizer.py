@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,7 @@ from . import budgeting
 from .collectives import Collectives
 from .gradients import Gradients
 from .layout import Layout
+from .losses import Losses
 from .parameters import Parameters
 from .precision import Precision
 from .scaler import LossScaler
@@ -50,6 +51,7 @@ class ShardedOptimizer(Optimizer):
         parameters: Parameters,
         gradients: Gradients,
         update: Update,
+        scaler: LossScaler | None,
         *,
         average: str,
         max_grad_norm: float | None,
@@ -70,18 +72,23 @@ class ShardedOptimizer(Optimizer):
         self._parameters = parameters
         self._gradients = gradients
         self._update = update
-        self._scaler = LossScaler(precision, collectives.device)
+        self._losses = Losses(scaler or LossScaler(precision, collectives.device), gradients)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=collectives.device)
         self._average = average
         self._clip_once: float | None = None
         self._steps = 0
-        self._used_scale = self._scaler.scale
         self._max_grad_norm = max_grad_norm
         self.report: StepReport | None = None
         """The report of the last step; None before the first."""
         gradients.at_begin = self._begin_backward
-        gradients.at_end.append(self._end_backward)
-        gradients.armed = not precision.has_loss_scale
-        self._forget_losses()
+
+    def shared_scaler(self) -> LossScaler:
+        """The loss scale, for another model under the same loss: see `shard(scaler=...)`."""
+        return self._losses.scaler
+
+    def shares_ranks_with(self, collectives: Collectives) -> bool:
+        """Whether the same ranks, in the same order, take part in this optimizer's verdicts."""
+        return self._collectives.ranks == collectives.ranks
 
     # -- losses and backward
 
@@ -94,21 +101,8 @@ class ShardedOptimizer(Optimizer):
         Raises:
             TypeError, ValueError: the loss is not one number of a graph.
         """
-        self._check_loss(loss)
         self._look_at_frozen()
-        self._used_scale = self._scaler.scale
-        scaled = loss.float() * self._used_scale
-        value = loss.detach().double()
-
-        def reached(gradient: Tensor) -> None:  # the first thing that a backward through this loss does
-            self._gradients.armed = True
-            self._gradients.begin_in_autograd()
-            finite, one = value.isfinite(), torch.ones_like(value)
-            self._losses += torch.stack((value, (~finite).double(), one, one))
-            self._counted = True
-
-        scaled.register_hook(reached)
-        return scaled
+        return self._losses.scale(loss)
 
     def backward(self, loss: Tensor | None, **options: Any) -> None:
         """Scale the loss and run backward; gradients are reduced while it runs, and are summed when it returns.
@@ -119,7 +113,7 @@ class ShardedOptimizer(Optimizer):
         """
         if loss is None:
             self._gradients.begin()
-            self._counted = True
+            self._losses.skip_micro_batch()
             self._gradients.end()
             return
         try:
@@ -129,29 +123,27 @@ class ShardedOptimizer(Optimizer):
                 self._collectives.poison(f"backward raised {type(error).__name__}: {error}")
             raise
 
+    def join(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """This rank's batches, and then None as long as another rank has one left: every rank goes round as often.
+
+            for batch in optimizer.join(loader):
+                optimizer.backward(None if batch is None else loss_of(model, batch))
+                optimizer.step()
+
+        Each round asks all ranks in a small all-reduce whether anybody has a batch.
+        """
+        rest = iter(batches)
+        while True:
+            batch = next(rest, None)
+            anybody = torch.tensor([float(batch is not None)], dtype=torch.float64, device=self._collectives.device)
+            self._collectives.at(f"step {self._steps + 1}, join()")
+            self._collectives.all_reduce(anybody)
+            if not anybody.item():
+                return
+            yield batch
+
     def _begin_backward(self) -> None:
-        self._counted = False
         self._collectives.at(f"step {self._steps + 1}, backward {self._gradients.backwards}")
-
-    def _end_backward(self) -> None:
-        """Count a plain `loss.backward()` (BF16, FP32), whose value is not known, as a micro-batch."""
-        if not self._counted:
-            self._losses[2] += 1
-
-    def _forget_losses(self) -> None:
-        self._losses = torch.zeros(4, dtype=torch.float64, device=self._collectives.device)
-        self._counted = False
-
-    def _check_loss(self, loss: Tensor) -> None:
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}")
-        if loss.numel() != 1 or not loss.is_floating_point():
-            raise ValueError(
-                f"loss: expected one floating-point number, got shape {tuple(loss.shape)} and {loss.dtype}: reduce it "
-                "(loss.mean()) first"
-            )
-        if not loss.requires_grad:
-            raise ValueError("loss: it depends on no parameter; on a rank without data call optimizer.backward(None)")
 
     def _look_at_frozen(self) -> None:
         for name, parameter in self._frozen:
@@ -188,7 +180,7 @@ class ShardedOptimizer(Optimizer):
         verdict = decide(
             self._contribution(divide_by),
             self._collectives,
-            scale=self._used_scale,
+            scale=self._losses.used_scale,
             average=self._average,
             max_grad_norm=self._max_grad_norm if self._clip_once is None else self._clip_once,
         )
@@ -197,10 +189,12 @@ class ShardedOptimizer(Optimizer):
             self._gradients.round(index)
             self._update.step_bucket(index, verdict, left_out)
             self._parameters.publish(index)
-        self._scaler.update(verdict.found_inf, verdict.loss_not_finite)
+        scaler = self._losses.scaler
+        scaler.update(verdict.found_inf, verdict.loss_not_finite)
+        self._skipped += verdict.found_inf != 0
 
         self._steps += 1
-        self.report = StepReport(self._steps, verdict, self._scaler.hopeless, self._names)
+        self.report = StepReport(self._steps, verdict, scaler.hopeless, self._names)
         self._original._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made before `shard`
         self._clip_once = None
         self._start_window()
@@ -214,7 +208,7 @@ class ShardedOptimizer(Optimizer):
             owners=owners,
             had_gradient=self._gradients.seen,
             brought=self._gradients.brought,
-            losses=self._losses,
+            losses=self._losses.sums,
             too_large=self._parameters.too_large(),
             divide_by=divide_by,
             stop=False,
@@ -261,8 +255,7 @@ class ShardedOptimizer(Optimizer):
 
     def _start_window(self) -> None:
         self._gradients.reset()
-        self._gradients.armed = not self.precision.has_loss_scale
-        self._forget_losses()
+        self._losses.reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were accumulated since the last step."""
@@ -288,12 +281,12 @@ class ShardedOptimizer(Optimizer):
     @property
     def loss_scale(self) -> float:
         """The loss scale that the next loss will be multiplied by."""
-        return self._scaler.scale.item()
+        return self._losses.scaler.scale.item()
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped since the start."""
-        return int(self._scaler.skipped.item())
+        return int(self._skipped.item())
 
     @torch.no_grad()
     def master(self, name: str) -> Tensor:
@@ -319,10 +312,10 @@ class ShardedOptimizer(Optimizer):
         whole = self._whole(name, lambda index, start, stop: buckets[index].values(start, stop))
         divisor: Tensor | float = self._collectives.world_size
         if self._average == "micro_batches":
-            count = self._losses[2:].clone()
+            count = self._losses.sums[2:].clone()
             self._collectives.all_reduce(count)
             divisor = count[0].clamp(min=1.0)
-        return whole.div_((self._used_scale.double() * divisor).float())
+        return whole.div_((self._losses.used_scale.double() * divisor).float())
 
     def _whole(self, name: str, values: Callable[[int, int, int], Tensor]) -> Tensor:
         """One parameter from the ranks' shards; `values` gives elements [start, stop) of this rank's shard of a bucket."""

@@ -148,6 +148,10 @@ class Precision:
                     f"leave {field.name} out or use param='fp16'"
                 )
 
+    def other_scale_options(self, other: Precision) -> list[str]:
+        """Names of the loss scale's options that differ from those of `other`."""
+        return [name for name in _SCALE_OPTIONS if getattr(self, name) != getattr(other, name)]
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of trainable parameters that are not kept in FP32."""

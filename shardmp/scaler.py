@@ -1,6 +1,6 @@
 """The loss scale as a state machine.
 
-Owns:      the loss scale, its growth and hysteresis counters, the count of skipped steps.
+Owns:      the loss scale, its growth and hysteresis counters.
 Takes:     the global verdict alone: whether the step is skipped, and whether a loss was itself not finite.
 Gives:     the scale for the next losses, on the device; nothing here waits for the host.
 Invariant: every rank holds the same state, because all take the same verdict.
@@ -11,6 +11,8 @@ growing scale refills it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,20 +29,31 @@ class LossScaler:
         self.scale = torch.tensor(precision.first_scale, dtype=torch.float32, device=device)
         self.growth = torch.zeros((), dtype=torch.int64, device=device)
         self.hysteresis = torch.tensor(precision.hysteresis, dtype=torch.int64, device=device)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.hopeless = torch.zeros((), dtype=torch.int64, device=device)
         """Skips in a row that a smaller scale cannot cure: at the minimum, under a fixed scale, or by a bad loss."""
+        self.users: list[Any] = []
+        """Weak references to those who scale their losses by it, in the order of `shard`."""
+        self._pending: tuple[Tensor, Tensor] | None = None
 
     def update(self, found_inf: Tensor, loss_not_finite: Tensor) -> None:
-        """Move by one step's verdict.
+        """Take one step's verdict: move at once, or at `settle` where several users share the scale.
 
         Args:
             found_inf: 0-dim FP32, 1.0 where the step was skipped, else 0.0.
             loss_not_finite: 0-dim bool, whether a loss of the step was inf or NaN before it was scaled.
         """
         skip = found_inf != 0
-        self.skipped += skip
-        incurable = loss_not_finite
+        if self._pending is not None:
+            skip, loss_not_finite = skip | self._pending[0], loss_not_finite | self._pending[1]
+        self._pending = skip, loss_not_finite
+        if len(self.users) <= 1:
+            self.settle()
+
+    def settle(self) -> None:
+        """Move once by all verdicts since the last time; nothing where there is none."""
+        if self._pending is None:
+            return
+        (skip, incurable), self._pending = self._pending, None
         if self.dynamic:
             incurable = incurable | (self.scale <= self.precision.min_scale)
             self._move(skip)

@@ -22,9 +22,8 @@ def run(precision: Precision, skips: list[bool], bad_loss: list[bool] | None = N
 
 
 def test_it_halves_on_a_skip_and_doubles_after_the_interval() -> None:
-    scales, scaler = run(Precision(init_scale=8.0, growth_interval=2), [True, False, False, False, True, False, False])
+    scales, _ = run(Precision(init_scale=8.0, growth_interval=2), [True, False, False, False, True, False, False])
     assert scales == [4, 4, 8, 8, 4, 4, 8]
-    assert scaler.skipped.item() == 2
 
 
 def test_a_skip_starts_the_interval_anew() -> None:
@@ -49,9 +48,8 @@ def test_it_stays_between_its_bounds() -> None:
 
 
 def test_a_static_scale_never_moves() -> None:
-    scales, scaler = run(Precision(static_scale=128.0), [True, False, True])
+    scales, _ = run(Precision(static_scale=128.0), [True, False, True])
     assert scales == [128, 128, 128]
-    assert scaler.skipped.item() == 2
 
 
 @pytest.mark.parametrize("param", ["bf16", "fp32"])
