@@ -14,6 +14,8 @@ storage. A submodule called from outside the wrapper waits for everything.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -48,7 +50,8 @@ class _WaitForReads(TorchFunctionMode):
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating tensor in it cast to `dtype`; integers, booleans and FP64 are left as they are.
 
-    Lists, tuples, named tuples, dicts and dict-like outputs (such as transformers' ModelOutput) keep their type.
+    Lists, tuples, named tuples, dicts, dict-like outputs (such as transformers' ModelOutput) and dataclasses keep their
+    type.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype in (torch.float16, torch.bfloat16, torch.float32) else value
@@ -62,6 +65,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
             return type(value)(**items) if type(value) is not dict else items
         except TypeError:
             return items
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cast = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(cast, field.name, cast_floating(getattr(value, field.name), dtype))  # frozen ones too
+        return cast
     return value
 
 

@@ -200,6 +200,13 @@ class Update:
     # -- state
 
     def _cut_state(self, optimizer: Optimizer, elementwise: set[str], params: Sequence[nn.Parameter]) -> None:
+        # The probe sees no state that comes later; of a 0-dim parameter a moment has a step count's shape.
+        elementwise = elementwise | {
+            key
+            for param, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and param.dim() and value.shape == param.shape
+        }
         for tile in (tile for tiles in self.tiles for tile in tiles):
             param = params[tile.piece.param]
             state = optimizer.state.get(param)
@@ -209,7 +216,7 @@ class Update:
             lo = tile.piece.lo + tile.start
             own: dict[str, Any] = {}
             for key, value in state.items():
-                if isinstance(value, Tensor) and key in elementwise:  # a 0-dim parameter's have a step count's shape
+                if isinstance(value, Tensor) and key in elementwise:
                     flat = torch.zeros(length, dtype=value.dtype, device=tile.parameter.device)
                     cut = value.detach().reshape(-1)[lo : lo + length]
                     flat[: cut.numel()].copy_(cut)

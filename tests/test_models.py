@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -307,6 +308,29 @@ def test_floating_outputs_come_back_in_fp32_and_integers_are_never_cast() -> Non
     model, _ = sharded(Outputs(), precision=shardmp.Precision(output="param", autocast=False))
     assert model(torch.ones(2, 4), torch.tensor([40001]))["logits"].dtype == torch.float16
     assert model.module.seen == [torch.float16, torch.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    logits: Tensor
+    ids: Tensor
+    name: str
+
+
+@on_ranks(1)
+def test_an_output_that_is_a_frozen_dataclass_keeps_its_type() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(self.layer(x), torch.tensor([40001]), "out")
+
+    model, _ = sharded(Model())
+    out = model(torch.ones(2, 4))
+    assert type(out) is Output
+    assert (out.logits.dtype, out.ids.dtype, out.name) == (torch.float32, torch.int64, "out")
 
 
 @on_ranks(1)

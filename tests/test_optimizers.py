@@ -62,6 +62,27 @@ class WholeNorm(TrustRatio):
                 p.sub_(p.grad / norm, alpha=group["lr"])
 
 
+class LateState(torch.optim.Optimizer):
+    """Plain descent that begins to average its gradients at the third step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] == 3:
+                    state["average"] = torch.zeros_like(p)
+                if "average" in state:
+                    state["average"].mul_(0.5).add_(p.grad, alpha=0.5)
+                p.sub_(state.get("average", p.grad), alpha=group["lr"])
+
+
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -94,6 +115,7 @@ OPTIMIZERS: dict[str, tuple[Make, bool]] = {
     "RMSprop": (two_groups(torch.optim.RMSprop, {"momentum": 0.9}, {"centered": True}, lr=0.001), False),
     "Adagrad": (two_groups(torch.optim.Adagrad, {"lr": 0.05}, {"lr_decay": 0.1}, initial_accumulator_value=0.1), True),
     "Adagrad plain": (two_groups(torch.optim.Adagrad, {"lr": 0.05}, {}, foreach=False), False),
+    "late state": (lambda model: LateState(model.parameters(), lr=0.1), False),
     "NAdam": (two_groups(torch.optim.NAdam, *LRS), False),
     "RAdam": (two_groups(torch.optim.RAdam, *LRS), False),
     "Adamax": (two_groups(torch.optim.Adamax, *LRS), False),
@@ -122,7 +144,7 @@ def test_masters_equal_the_same_optimizer_on_whole_masters(world_size: int, name
     assert optimizer.master("unused").tolist() == [1.0] * 3  # without a gradient: no decay, no step
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW plain", "RMSprop", "Adagrad", "SGD momentum", "NAdam"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW plain", "RMSprop", "Adagrad", "SGD momentum", "NAdam", "late state"])
 @on_ranks(1, 2)
 def test_state_that_the_optimizer_brings_is_cut_into_shards(world_size: int, name: str) -> None:
     make, fused = OPTIMIZERS[name]
