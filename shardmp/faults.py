@@ -119,9 +119,10 @@ class Roll:
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.4)
-        reasons = [self._reason(store, rank) for rank in silent[:8]]
-        if len(silent) > 8:
-            reasons.append(f"{len(silent) - 8} more ranks are silent")
+        guilty = self._most_certain(store, silent)
+        reasons = [self._reason(store, rank) for rank in guilty[:8]]
+        if len(guilty) > 8:
+            reasons.append(f"{len(guilty) - 8} more ranks are silent")
         text = "; ".join(reasons) or "all ranks are there, but not at the same place"
         if len(self.members) <= _LISTED:
             text += ". " + self._places(store)
@@ -136,6 +137,15 @@ class Roll:
             return list(ranks)
         half = len(ranks) // 2
         return self._silent(store, ranks[:half]) + self._silent(store, ranks[half:])
+
+    def _most_certain(self, store: Store, silent: Sequence[int]) -> Sequence[int]:
+        """Of the silent ranks those that are surely at fault; else those that nobody sees; else all, who live.
+
+        With two hops a rank whose own peers still wait may be silent until its time-out, and is innocent.
+        """
+        states = {rank: self._state(store, rank) or "" for rank in silent}
+        certain = [r for r in silent if states[r] in _SAID or store.check([RAISED.format(self.members[r].rank)])]
+        return certain or [rank for rank in silent if not states[rank]] or silent
 
     def _is_known(self, store: Store, rank: int) -> bool:
         """Whether it is certain that `rank` won't speak any more."""
