@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from . import network, rendezvous
 from .launcher import Launched
 
 _INSTALL = "pip install 'shardmp[mpi]'"
+_FORWARDING = 0.5  # seconds for mpirun to fetch what was printed: what is in its pipes at an abort is lost
 
 
 def bootstrap(launched: Launched) -> tuple[Launched, TCPStore | None]:
@@ -68,7 +70,7 @@ def _check_world(mpi: Any, launched: Launched) -> None:
     """An mpi4py of another MPI than mpirun's makes N worlds of one rank, silently."""
     size, rank = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank()
     if (rank, size) != (launched.rank, launched.world_size):
-        library = mpi.Get_library_version().strip("\0\n ").splitlines()[0][:80]
+        library = mpi.Get_library_version().strip("\0\n ").splitlines()[0].split(",")[0]
         raise RuntimeError(
             f"{launched.launcher} started this process as rank {launched.rank} of {launched.world_size}, but mpi4py, which "
             f"is linked to {library}, is rank {rank} of {size}: start with the mpirun of that library, or install an mpi4py "
@@ -101,4 +103,5 @@ def abort() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        time.sleep(_FORWARDING)
         loaded.COMM_WORLD.Abort(1)

@@ -35,6 +35,7 @@ HANDSHAKE = 10.0  # seconds in which what answers at the port must show that it 
 LINGER = 3.0  # seconds for which a failing rank 0 keeps the store open for the others to read why
 _LISTED = 16  # ranks that an error lists
 
+_CONSTRUCTION = timedelta(seconds=60)  # the store's own time limit until the process group sets its
 _EPOCH = "shardmp/epoch"
 _generation = 0  # how often this process has met others: a later meeting must not read an earlier one's keys
 
@@ -51,6 +52,7 @@ class Arrival:
     launcher: str
     device: str  # names a GPU among all of its host; empty on the CPU
     reached: str  # the address at which it found the store
+    mark: str  # random: containers may share name and number
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid}, started by {self.launcher})"
@@ -97,17 +99,20 @@ def serve(port: int, variable: str = "MASTER_PORT") -> TCPStore:
     """The store, held by this process at `port` (0: any that is free).
 
     Raises:
-        RuntimeError: the port is in use.
+        RuntimeError: the port is in use, or the loopback interface is down.
     """
     try:
         # The own connection goes over loopback, so the own host's name need not resolve.
-        return TCPStore("127.0.0.1", port, None, True, timedelta(seconds=HANDSHAKE), False, multi_tenant=True)
+        store = _make_store(60.0, "127.0.0.1", port, None, True, _CONSTRUCTION, False, multi_tenant=True)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank 0 cannot open the store at port {port} of host {socket.gethostname()}: "
             f"{'in use by another process' if 'EADDRINUSE' in str(error) else error}. Set another port in {variable}, the "
             "same on all ranks, or start one host with `torchrun --standalone`, which takes a free one"
         ) from error
+    if store is None:
+        raise RuntimeError(f"rank 0 cannot connect to its own store at port {port} over 127.0.0.1: is the loopback up?")
+    return store
 
 
 def join(launched: Launched, patience: Patience, agent: bool) -> tuple[TCPStore, str]:
@@ -129,9 +134,10 @@ def join(launched: Launched, patience: Patience, agent: bool) -> tuple[TCPStore,
         address, said = network.connect(addresses, port)
         if address is not None:
             contact = contact or time.monotonic()
-            store = _shake_hands(address, port)
-            if store is not None:
-                return store, address
+            with contextlib.suppress(RuntimeError):
+                store = _make_store(0.6 * HANDSHAKE, address, port, None, False, _CONSTRUCTION, False)
+                if store is not None:
+                    return store, address
             if time.monotonic() > contact + HANDSHAKE / 2:
                 raise RuntimeError(f"what answers at {address} is not rank 0's store. {_port_taken(launched)}")
         elif launched.rank0_elsewhere and all(network.is_own(address) for address in addresses):
@@ -152,18 +158,31 @@ def join(launched: Launched, patience: Patience, agent: bool) -> tuple[TCPStore,
         pause = min(1.5 * pause, 1.0)
 
 
-def _shake_hands(address: str, port: int) -> TCPStore | None:
-    """A client of the store at `address`; None if no store is there. torch would wait for ever for a silent server."""
-    found = []
+def _make_store(seconds: float, *arguments: Any, **options: Any) -> TCPStore | None:
+    """torch's store, made within `seconds`; None if that takes longer. Raises what its constructor raises.
 
-    def connect() -> None:
-        with contextlib.suppress(RuntimeError):
-            found.append(TCPStore(address, port, None, False, timedelta(seconds=HANDSHAKE / 2), False))
+    torch waits without end for a server that says nothing. And it asks the name server for the name of each address,
+    only to print it, which takes ten seconds where there is none; a new thread reads RES_OPTIONS, and gives up sooner.
+    """
+    made: list[TCPStore] = []
+    refused: list[RuntimeError] = []
 
-    thread = threading.Thread(target=connect, daemon=True)
+    def make() -> None:
+        try:
+            made.append(TCPStore(*arguments, **options))
+        except RuntimeError as error:
+            refused.append(error)
+
+    ours = "RES_OPTIONS" not in os.environ
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    thread = threading.Thread(target=make, daemon=True)
     thread.start()
-    thread.join(HANDSHAKE / 2)
-    return found[0] if found else None
+    thread.join(seconds)
+    if ours:
+        os.environ.pop("RES_OPTIONS", None)
+    if refused:
+        raise refused[0]
+    return made[0] if made else None
 
 
 def _port_taken(launched: Launched) -> str:
@@ -175,9 +194,9 @@ def _port_taken(launched: Launched) -> str:
 
 
 def _addresses(launched: Launched, name: str) -> list[str]:
-    start = time.monotonic()
-    while time.monotonic() < start + network.RESOLVE_LIMIT:
-        addresses = network.resolve(name)
+    limit = time.monotonic() + network.RESOLVE_LIMIT
+    while (left := limit - time.monotonic()) > 0:
+        addresses = network.resolve(name, left)
         if addresses:
             return addresses
         if launched.local_world_size == launched.world_size:
@@ -200,8 +219,13 @@ def next_generation() -> int:
 
 
 def arrive(
-    connect: Callable[[], tuple[TCPStore, str]], launched: Launched, device: str, patience: Patience, agent: bool
-) -> tuple[Arrival, Met]:
+    connect: Callable[[], tuple[TCPStore, str]],
+    launched: Launched,
+    device: str,
+    patience: Patience,
+    agent: bool,
+    generation: int,
+) -> Met:
     """Wait until all ranks are there.
 
     Args:
@@ -209,12 +233,13 @@ def arrive(
         device: names this rank's GPU among all of its host; empty on the CPU.
         patience: how long all may take.
         agent: the store is that of torchrun's agent, and may hold the keys of dead ranks.
+        generation: this process's number for this meeting, from `next_generation`.
 
     Raises:
         RuntimeError: ranks are missing at the deadline, two processes have one rank, the world sizes differ, two ranks
             use one GPU. The same text on every rank that is there.
     """
-    generation = next_generation()
+    mark = secrets.token_hex(4)
     while True:
         try:
             store, reached = connect()
@@ -227,8 +252,9 @@ def arrive(
                 launched.launcher,
                 device,
                 reached,
+                mark,
             )
-            return own, _Gate(store, own, launched, generation, patience, agent).pass_through()
+            return _Gate(store, own, launched, generation, patience, agent).pass_through()
         except _Lost:
             time.sleep(0.1)
 
@@ -373,9 +399,18 @@ class _Gate:
                 missing.append(f"rank {rank}{self.launched.whereabouts(rank)}")
         return (
             f"{len(missing)} of {self.own.world_size} ranks have not arrived within {self.patience.seconds:g} s: "
-            f"{_some(missing)}. Arrived: {_some(there)}. Look at the output of the missing ranks; init(arrival_timeout=...) "
-            "waits longer"
+            f"{_some(missing)}. Arrived: {_some(there)}. {self._way()}Look at the output of the missing ranks; "
+            "init(arrival_timeout=...) waits longer"
         )
+
+    def _way(self) -> str:
+        """How this host understands MASTER_ADDR, where it is a name: the missing ranks may understand it otherwise."""
+        name = self.launched.master[0] if self.launched.master else ""
+        found = network.resolve(name, 1.0)
+        if not name or found == [name]:
+            return ""
+        said = (f"{a} ({network.interface_of(a) or 'of another host'})" for a in found)
+        return f"MASTER_ADDR={name} is {', '.join(said) or 'unknown'} on host {self.own.host}. "
 
     def _fail(self, place: PrefixStore, text: str) -> None:
         with contextlib.suppress(Exception):  # the store may be gone by now; the text is what matters

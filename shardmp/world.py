@@ -161,8 +161,10 @@ def _meet(launched: Launched, held: Any, device: torch.device, patience: rendezv
         connect = lambda: rendezvous.join(launched, patience, agent)  # noqa: E731
     name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
+    generation = rendezvous.next_generation()
+
     def meet() -> rendezvous.Met:
-        _, met = rendezvous.arrive(connect, launched, name, patience, agent)
+        met = rendezvous.arrive(connect, launched, name, patience, agent, generation)
         network.choose_interface(os.environ, met.master)
         reach.check_hosts(met, launched.rank, launched.world_size, os.environ)
         return met
@@ -198,12 +200,20 @@ def _within(seconds: float, work: Callable[[], rendezvous.Met], launched: Launch
 
 
 def _report_exceptions() -> None:
-    """From now on an exception that ends this process is told to the peers, and under MPI ends them."""
+    """From now on an exception that ends this process is told to the peers, and under MPI ends them.
+
+    torch puts a hook of its own around the present one at each init_process_group, and prints only when that has
+    returned. So ours is put around torch's again, and one that is called inside another one only passes on.
+    """
     if getattr(sys.excepthook, "tells_peers", False):
         return
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if getattr(error, "_shardmp_told", False):
+            previous(kind, error, trace)
+            return
+        error._shardmp_told = True  # type: ignore[attr-defined]
         if not issubclass(kind, KeyboardInterrupt):
             # A store that is gone may answer never.
             teller = threading.Thread(target=_tell_peers, args=(f"raised {kind.__name__}: {error}"[:300],), daemon=True)
@@ -241,6 +251,7 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     for known, its_name in registry.pg_names.items():
         if its_name == name:
             return known
+    _choose_for_control(str(dist.get_backend(parent)))
     # dist.new_group numbers a group by those that this process has made before, which may be another number on each
     # rank; here the name is given, and no rank outside of the group takes part.
     made, _ = dist.distributed_c10d._new_process_group_helper(
@@ -255,3 +266,13 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     )
     registry.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
     return made
+
+
+def _choose_for_control(backend: str) -> None:
+    """gloo's interface, where the user has made an NCCL group himself and so did not need one before."""
+    address, chosen = os.environ.get("MASTER_ADDR"), dict[str, str]()
+    if backend != "gloo" and address and not os.environ.get(network.GLOO):
+        for found in network.resolve(address, network.CONNECT_LIMIT)[:1]:
+            if not network.is_loopback(found):
+                network.choose_interface(chosen, found)
+    os.environ.update({name: value for name, value in chosen.items() if name == network.GLOO})
