@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+MPI_STAMP := .venv/.installed-mpi
 
-.PHONY: setup demo test test-slow lint format bench clean
+.PHONY: setup demo test test-slow test-cluster lint format bench clean
 
 setup: $(STAMP)
 
@@ -22,6 +23,15 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+$(MPI_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[test,mpi]'
+	touch $@
+
+# Real launchers on hosts that are network namespaces; needs root. A tier that this machine can run must not be skipped.
+test-cluster: $(MPI_STAMP)
+	tiers="$$(tests/cluster/prepare.sh)" && \
+	SHARDMP_CLUSTER_REQUIRED="$$tiers" $(BIN)/python -m pytest -rs -m cluster tests/cluster
 
 lint: setup
 	$(BIN)/ruff check .

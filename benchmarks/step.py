@@ -34,6 +34,7 @@ CONTESTANTS = (
     "shardmp-bf16",
     "shardmp-fp32",
     "shardmp-fp16-stage1",
+    "shardmp-fp16-exact",
     "shardmp-fp16-native",
     "shardmp-fp16-no-overlap",
 )
@@ -131,6 +132,8 @@ def make_stepper(contestant: str, model: Any) -> tuple[Any, Any, Any]:
         options["stage"] = 1
     if "native" in words:
         options["reduce"] = "native"
+    if "exact" in words:
+        options.update(reduce="exact", average="micro_batches")
     if "overlap" in words:
         options["overlap"] = False
     sharded, ours = shardmp.shard(model, optimizer, **options)
