@@ -111,6 +111,7 @@ def shard(
     if device.type == "cpu" and policy.dtype != torch.float32:
         tensorcore.enable(policy.dtype)
 
+    _lift_what_stays_fp32(model, policy)
     names, params = _trainable(model)
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     kept = policy.fp32_parameters(model)
@@ -122,7 +123,8 @@ def shard(
     for entry, p in zip(entries, params, strict=True):
         if not p.numel():
             p.data = p.data.to(device, DTYPES[entry.dtype])
-    parameters = Parameters(layout, params, names, collectives, DTYPES, overlap=options.overlap)
+    homes = [model.get_submodule(name.rpartition(".")[0])._parameters for name in names]
+    parameters = Parameters(layout, params, names, collectives, DTYPES, homes, overlap=options.overlap)
     gradients = Gradients(
         layout,
         params,
@@ -305,6 +307,8 @@ def _check_model(model: nn.Module, policy: Precision, device: torch.device) -> N
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         if isinstance(module, (ShardedModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise TypeError(f"shard(model): {where} shards or replicates already; hand in the plain model")
+        if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
+            raise TypeError(f"shard(model): {where} has no CPU kernel in torch; use BatchNorm, or train on GPUs")
         if any(
             isinstance(getattr(hook, "__self__", None), ShardedModule) for hook in module._forward_pre_hooks.values()
         ):
@@ -358,6 +362,18 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 # -- taking over
+
+
+def _lift_what_stays_fp32(model: nn.Module, policy: Precision) -> None:
+    """Frozen 16-bit parameters and buffers of modules that compute in FP32 become FP32, with the same values.
+
+    Kernels take no 16-bit weights or statistics beside FP32 inputs: a base in half precision under adapters has them, and
+    a model after `half()`.
+    """
+    for module in policy.fp32_modules(model).values():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16):
+                tensor.data = tensor.data.float()
 
 
 @torch.no_grad()

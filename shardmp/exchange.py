@@ -87,6 +87,8 @@ class Summation:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        for name in ("total", "scratch"):  # FP64's come with the first exact sum
+            self._buffer(name, torch.float32, 0)
 
     def __call__(self, rows: Sequence[Sequence[Part]], out: Tensor, *, accumulate: bool, squares: Tensor) -> None:
         """Put rows[0] + rows[1] + ... into `out`, or add it to what is there.
@@ -107,10 +109,10 @@ class Summation:
                 self._add([piece.data[start:stop] for piece in pieces], total)
                 if accumulate:
                     place.add_(total)
-                rounded = self._buffer("rounded", torch.float32, stop - start)
+                scratch = self._buffer("scratch", torch.float32, stop - start)
                 blocks = squares[offset // 1024 : (offset + stop - start) // 1024]
-                result = place if out.dtype == torch.float32 else rounded.copy_(place)
-                sum_squares(result.view(-1, 1024), blocks, rounded)
+                result = place if out.dtype == torch.float32 else scratch.copy_(place)
+                sum_squares(result.view(-1, 1024), blocks, scratch)
 
     def _add(self, rows: Sequence[Tensor], total: Tensor) -> None:
         total.copy_(self._widened(rows[0], total.dtype))
@@ -120,12 +122,12 @@ class Summation:
     def _as(self, row: Tensor, dtype: torch.dtype) -> Tensor:
         """`row` in `dtype`: FP32 += FP16 is seven times slower than a copy into scratch and an addition."""
         row = self._widened(row, dtype)
-        return row if row.dtype == dtype else self._buffer("row", dtype, row.numel()).copy_(row)
+        return row if row.dtype == dtype else self._buffer("scratch", dtype, row.numel()).copy_(row)
 
     def _widened(self, row: Tensor, dtype: torch.dtype) -> Tensor:
         """16 bits on the way to FP64 go through FP32: from 16 bits to 64, torch has no vectorised kernel."""
         if dtype == torch.float64 and row.element_size() == 2:
-            return self._buffer("rounded", torch.float32, row.numel()).copy_(row)
+            return self._buffer("scratch", torch.float32, row.numel()).copy_(row)
         return row
 
     def _buffer(self, name: str, dtype: torch.dtype, numel: int) -> Tensor:

@@ -14,9 +14,11 @@ one time.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ from .layout import BLOCK, Layout
 
 # Exchanges in flight before the oldest is awaited: one arrives while the next is filled.
 WINDOW = 2
+
+_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 class _Borrowed:
@@ -168,6 +172,7 @@ class Gradients:
         The engine's callback is private in torch; DistributedDataParallel and FSDP2 stand on it too.
         """
         if not self.in_backward:
+            _refuse_inside_another_backward()
             self.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_all)
 
@@ -186,7 +191,11 @@ class Gradients:
             if gradients is None:
                 return
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
+            if gradient is None:
+                raise RuntimeError(
+                    f"the gradient of {gradients.names[index]} was taken away by a post-accumulate-grad hook that was "
+                    "registered before shard(): remove it; optimizer.step() updates every parameter"
+                )
             gradients._receive(index, gradient)
 
         return hook
@@ -387,3 +396,17 @@ class Gradients:
         pools = [*self._sends.values(), *self._landings.values(), self._local_landings]
         pools += [self._host_sums, self._host_landings]
         return sum(pool.bytes for pool in pools)
+
+
+def _refuse_inside_another_backward() -> None:
+    """Where a loss is scaled, backward begins with it; a plain `loss.backward()` begins with the first gradient, which may
+    lie in a backward that a custom function runs inside its own: the end of that one is not the end of backward.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTION_BACKWARD:
+            raise RuntimeError(
+                "a gradient arrived from a backward inside loss.backward() (reentrant activation checkpointing runs one): call "
+                "optimizer.backward(loss), or use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        frame = frame.f_back

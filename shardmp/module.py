@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -77,7 +79,8 @@ class ShardedModule(nn.Module):
     """The user's model, trained by a `ShardedOptimizer`. Made by `shardmp.shard`.
 
     `state_dict()`, `parameters()`, `named_parameters()` and their like have the unwrapped model's keys and current
-    values. Unknown attributes are those of the wrapped model, which is `module`.
+    values. Unknown attributes are those of the wrapped model, which is `module`; its methods run on current weights and in
+    the policy's precision.
     """
 
     def __init__(
@@ -100,18 +103,12 @@ class ShardedModule(nn.Module):
         self._gradients = gradients
         self._drop_gradients = drop_gradients
         self._in_forward = False
-        self._autocast_off: list[Any] = []
         for inner in module.modules():
             inner.register_forward_pre_hook(self._before_submodule)
             if isinstance(inner, CAST_BY_HAND) and next(inner.parameters()).dtype == precision.dtype:
                 inner.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         for kept in precision.fp32_modules(module).values():
-            kept.register_forward_pre_hook(self._enter_fp32, with_kwargs=True)
-            kept.register_forward_hook(self._leave_fp32, always_call=True)
-        # Dynamo would trace the waiting mode; a compiled part reads everything at once anyway.
-        self._compiled = any(
-            getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in module.modules()
-        )
+            self._compute_in_fp32(kept)
         if broadcast_buffers:
             gradients.at_end.append(self._broadcast_buffers)
 
@@ -120,14 +117,17 @@ class ShardedModule(nn.Module):
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's forward in `precision`; its floating outputs come back in FP32 (`Precision.output`)."""
-        if self._compiled:
-            self._parameters_.all_ready()
+        if self._parameters_.gathering and self._has_compiled_parts():
+            self._parameters_.all_ready()  # Dynamo would trace the waiting mode; a compiled part reads everything at once
         policy = self._precision
         if not policy.autocast:
             args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
         with self._reads_wait(), self._autocast():
             output = self.module(*args, **kwargs)
         return cast_floating(output, torch.float32) if policy.output == "fp32" else output
+
+    def _has_compiled_parts(self) -> bool:
+        return any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.modules())
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         policy = self._precision
@@ -155,16 +155,19 @@ class ShardedModule(nn.Module):
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return cast_floating(args, self._precision.dtype), cast_floating(kwargs, self._precision.dtype)
 
-    def _enter_fp32(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        context = torch.autocast(self._collectives.device.type, enabled=False)
-        context.__enter__()
-        self._autocast_off.append(context)
-        return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+    def _compute_in_fp32(self, kept: nn.Module) -> None:
+        """Give a module a forward with autocast off. Not by hooks: Dynamo cannot trace a region that they share."""
+        inner = kept.forward
+        device, policy = self._collectives.device.type, self._precision
 
-    def _leave_fp32(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._autocast_off.pop().__exit__(None, None, None)
-        # Without autocast nobody would cast the FP32 output for the next layer.
-        return output if self._precision.autocast else cast_floating(output, self._precision.dtype)
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device, enabled=False):
+                output = inner(*cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
+            # Without autocast nobody would cast the FP32 output for the next layer.
+            return output if policy.autocast else cast_floating(output, policy.dtype)
+
+        kept.forward = forward
 
     # -- gradients
 
@@ -234,7 +237,19 @@ class ShardedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            found = getattr(super().__getattr__("module"), name)
+        return self._in_precision(found) if inspect.ismethod(found) else found
+
+    def _in_precision(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the wrapped model (such as transformers' `generate`) on current weights, computed as forward does."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._parameters_.all_ready()
+            with self._autocast():
+                return method(*args, **kwargs)
+
+        return call
 
     # -- what would silently break the flat views
 
@@ -243,6 +258,17 @@ class ShardedModule(nn.Module):
             "moving or casting a model after shard() would take its parameters out of their buckets: move or cast it "
             "before, and choose the dtype with shard(precision=...)"
         )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        # The first thing that DistributedDataParallel asks a module for.
+        raise RuntimeError(
+            "DistributedDataParallel around a sharded model: its gradients are reduced already; call the model itself, and "
+            "model.no_sync() where you called DDP's"
+        )
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise RuntimeError("DataParallel around a sharded model: start one rank for each device, with torchrun")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(

@@ -59,7 +59,7 @@ class ShardedOptimizer(Optimizer):
         # Optimizer.__init__ would copy the groups; __setstate__ (torch's own, for unpickling) takes them as they are.
         Optimizer.__setstate__(
             self,
-            {"defaults": original.defaults, "state": defaultdict(dict), "param_groups": original.param_groups},
+            {"defaults": original.defaults, "state": _NoState(), "param_groups": original.param_groups},
         )
         self.precision = precision
         self._original = original
@@ -80,6 +80,8 @@ class ShardedOptimizer(Optimizer):
         self._max_grad_norm = max_grad_norm
         self.report: StepReport | None = None
         """The report of the last step; None before the first."""
+        self.stop_requested = False
+        """Whether this rank was asked to stop: the next step tells all ranks, in `StepReport.stop`."""
         gradients.at_begin = self._begin_backward
 
     def shared_scaler(self) -> LossScaler:
@@ -111,6 +113,11 @@ class ShardedOptimizer(Optimizer):
             loss: 0-dim; or None on a rank without data, which joins the reduction and counts as no micro-batch.
             options: for `Tensor.backward` (`retain_graph`, ...).
         """
+        if options.get("create_graph"):
+            raise ValueError(
+                "backward(create_graph=True): gradients go into shards, where no graph reaches; for a penalty on gradients "
+                "call torch.autograd.grad(..., create_graph=True), and then optimizer.backward(loss + penalty)"
+            )
         if loss is None:
             self._gradients.begin()
             self._losses.skip_micro_batch()
@@ -189,6 +196,7 @@ class ShardedOptimizer(Optimizer):
             self._gradients.round(index)
             self._update.step_bucket(index, verdict, left_out)
             self._parameters.publish(index)
+        self._parameters.note_versions()
         scaler = self._losses.scaler
         scaler.update(verdict.found_inf, verdict.loss_not_finite)
         self._skipped += verdict.found_inf != 0
@@ -211,7 +219,7 @@ class ShardedOptimizer(Optimizer):
             losses=self._losses.sums,
             too_large=self._parameters.too_large(),
             divide_by=divide_by,
-            stop=False,
+            stop=self.stop_requested,
         )
 
     def _check_before_step(self, divide_by: float | Tensor | None) -> None:
@@ -230,6 +238,7 @@ class ShardedOptimizer(Optimizer):
         elif isinstance(divide_by, Tensor) and divide_by.numel() != 1:
             raise ValueError(f"step(divide_by=...): expected one number, got shape {tuple(divide_by.shape)}")
         self._look_at_frozen()
+        self._parameters.refuse_strange_writes()
         self._look_at_last_step()
 
     def _look_at_last_step(self) -> None:
@@ -382,7 +391,51 @@ class ShardedOptimizer(Optimizer):
     def _itemsize(self) -> dict[str, int]:
         return {found.bucket.dtype: found.flat.element_size() for found in self._parameters.buckets}
 
+    # -- saved and loaded
+
+    def refuse_between_steps(self, operation: str) -> None:
+        """Raise where gradients wait for their step, or ranks may be a step apart.
+
+        Raises:
+            RuntimeError: a backward since the last step, or a collective that has failed.
+        """
+        self._collectives.refuse_after_failure()
+        if self._gradients.backwards or self._gradients.in_backward:
+            raise RuntimeError(
+                f"{operation} between backward and step: gradients are not saved; call step() or zero_grad() before"
+            )
+
+    def counters(self) -> dict[str, Any]:
+        """Steps, skipped steps and the state of the loss scale, as plain numbers."""
+        return {"steps": self._steps, "skipped": self.skipped_steps, "scaler": self._losses.scaler.state()}
+
+    def load_counters(self, counters: dict[str, Any]) -> None:
+        """Go on counting from there, without a report of the step before."""
+        self._steps = counters["steps"]
+        self._skipped.fill_(counters["skipped"])
+        self._losses.scaler.load(counters["scaler"])
+        self.report = None
+        self._start_window()
+
     # -- what an ordinary optimizer can do and this one cannot
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(
+            "deepcopy of a ShardedOptimizer would share its collectives: copy model and optimizer before shard()"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "a ShardedOptimizer cannot be pickled, its state is sharded: use shardmp.save(directory, model, optimizer)"
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        # The first thing that GradScaler.step asks an optimizer for.
+        raise RuntimeError(
+            "GradScaler around a ShardedOptimizer, which scales the loss itself: leave the GradScaler out; call "
+            "optimizer.backward(loss) and optimizer.step()"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: the layout is fixed."""
@@ -401,6 +454,16 @@ class ShardedOptimizer(Optimizer):
         """Refused: state is sharded."""
         raise NotImplementedError(
             "load_state_dict(): the state is sharded over ranks; use shardmp.load(directory, model, optimizer)"
+        )
+
+
+class _NoState(defaultdict[Tensor, dict[str, Any]]):
+    """`optimizer.state`: empty, and it says so."""
+
+    def __missing__(self, parameter: Tensor) -> NoReturn:
+        raise KeyError(
+            "optimizer.state[p]: each rank holds pieces of the state; use shardmp.save(directory, model, optimizer), and "
+            "optimizer.master(name) for FP32 weights"
         )
 
 

@@ -15,7 +15,7 @@ by tile.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,8 @@ def takes_flags(optimizer: Optimizer) -> bool:
 def probe(optimizer: Optimizer) -> set[str]:
     """Step a small random matrix whole and in pieces, each piece as its own rank would: the results must agree.
 
+    It has 8192 elements: 8-bit optimizers (bitsandbytes, torchao) keep FP32 state below 4096, and would pass as elementwise.
+
     Returns:
         The names of the state tensors that have an element for each of the parameter's.
 
@@ -83,11 +85,11 @@ def probe(optimizer: Optimizer) -> set[str]:
         options = _probe_options(group)
         torch_state = torch.random.get_rng_state()
         generator = torch.Generator().manual_seed(20180215)
-        start = torch.randn(16, 128, generator=generator)
-        gradients = [torch.randn(16, 128, generator=generator) for _ in range(2)]
+        start = torch.randn(64, 128, generator=generator)
+        gradients = [torch.randn(64, 128, generator=generator) for _ in range(2)]
         try:
-            whole, found = _trial(optimizer, options, start, gradients, [(0, 2048)], as_matrix=True)
-            pieces, _ = _trial(optimizer, options, start, gradients, [(0, 704), (704, 2048)], as_matrix=False)
+            whole, found = _trial(optimizer, options, start, gradients, [(0, 8192)], as_matrix=True)
+            pieces, _ = _trial(optimizer, options, start, gradients, [(0, 704), (704, 8192)], as_matrix=False)
         except Exception as error:
             raise TypeError(
                 f"optimizer {name} (group {number}): a trial step on a piece of a parameter failed: {error}. Sharded "
@@ -175,6 +177,7 @@ class Update:
         gradients: Gradients,
     ) -> None:
         self.groups = optimizer.param_groups
+        self.elementwise = frozenset(elementwise)
         self.on_device = takes_flags(optimizer)
         self.inner = fresh_copy(optimizer, [{**_options(group), "params": []} for group in self.groups])
         group_of = {id(p): index for index, group in enumerate(self.groups) for p in group["params"]}
@@ -258,6 +261,33 @@ class Update:
                 view = flat[key][tile.start : tile.start + value.numel()]
                 if view.data_ptr() != value.data_ptr():
                     state[key] = view.copy_(value)
+
+    def piece_states(self) -> Iterator[tuple[Piece, dict[str, Tensor], dict[str, Any]]]:
+        """Each piece, its state tensors with an element for each of the piece's, and the rest (step counts)."""
+        for tile in (tile for tiles in self.tiles for tile in tiles if not tile.start):
+            state, flat = self.inner.state.get(tile.parameter, {}), self.states.get(tile.piece, {})
+            own = {
+                key: flat.get(key, value)
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.shape == tile.parameter.shape
+            }
+            yield tile.piece, own, {k: v for k, v in state.items() if k not in own and v is not None}
+
+    def set_states(self, states: Mapping[Piece, tuple[dict[str, Tensor], dict[str, Any]]]) -> None:
+        """Take over the states of pieces, as `piece_states` gives them; a piece that has none starts anew."""
+        self.states.clear()
+        for tile in (tile for tiles in self.tiles for tile in tiles):
+            flat, rest = states.get(tile.piece, ({}, {}))
+            numel = tile.parameter.numel()
+            own: dict[str, Any] = {key: value[tile.start : tile.start + numel] for key, value in flat.items()}
+            own |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in rest.items()}
+            self.inner.state.pop(tile.parameter, None)
+            if own:
+                self.inner.state[tile.parameter] = own
+            if flat and numel < tile.piece.length:
+                self.states[tile.piece] = flat
+        if self.on_device:
+            self._make_state()
 
     def _moments(self) -> Iterator[tuple[Tensor, Tensor]]:
         for parameter, state in self.inner.state.items():
