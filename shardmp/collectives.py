@@ -49,6 +49,7 @@ class Collectives:
         self.ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.failure: str | None = None
         self.sent_bytes = 0
+        self._awaited: int | None = None  # whose message is being waited for
         unmet = [Member.unmet(rank) for rank in self.ranks]
         unmet[self.rank] = Member.myself(self.ranks[self.rank])
         self._roll = Roll(self.rank, unmet, "shardmp/0")
@@ -95,7 +96,9 @@ class Collectives:
             yield
         except RuntimeError as error:
             self.poison(f"{operation} at {self._roll.place}")
-            raise RuntimeError(self._roll.explain(operation, str(error))) from error
+            raise RuntimeError(self._roll.explain(operation, str(error), self._awaited)) from error
+        finally:
+            self._awaited = None
 
     # -- point to point
 
@@ -104,10 +107,10 @@ class Collectives:
         return self._isend(data, to, tag)
 
     def _isend(self, data: Tensor, to: int, tag: int) -> Any:
-        return dist.isend(data, self.ranks[to], self.group, self._tag + tag)
+        return _Message(dist.isend(data, self.ranks[to], self.group, self._tag + tag), to)
 
     def _receive(self, data: Tensor, source: int, tag: int) -> Any:
-        return dist.irecv(data, self.ranks[source], self.group, self._tag + tag)
+        return _Message(dist.irecv(data, self.ranks[source], self.group, self._tag + tag), source)
 
     # -- reduce-scatter
 
@@ -232,6 +235,7 @@ class Collectives:
     def _wait(self, works: list[Any], operation: str) -> None:
         with self._doing(operation):
             for work in works:
+                self._awaited = getattr(work, "peer", None)
                 work.wait()
 
     # -- whole tensors
@@ -262,6 +266,18 @@ class Collectives:
         with self._doing("meeting of the ranks"):
             dist.all_gather_object(found, value, group=group)
         return found
+
+
+class _Message:
+    """A message under way, to or from `peer`."""
+
+    __slots__ = ("_work", "peer")
+
+    def __init__(self, work: Any, peer: int) -> None:
+        self._work, self.peer = work, peer
+
+    def wait(self) -> None:
+        self._work.wait()
 
 
 class _Forwarded:

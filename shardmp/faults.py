@@ -75,6 +75,7 @@ class Roll:
         self.members = members
         self.place = "shard()"
         self._key = key
+        self._lost: int | None = None  # the peer whose connection broke, which its system does when a process ends
 
     def at(self, place: str) -> None:
         """Tell the peers where this rank is."""
@@ -83,8 +84,13 @@ class Roll:
             with contextlib.suppress(Exception):  # a store that is gone shows in the collective itself
                 _store().set(f"{self._key}/place/{self.rank}", place)
 
-    def explain(self, operation: str, error: str) -> str:
-        """Why `operation` failed with `error`, after asking the others: [Note: the inquiry]."""
+    def explain(self, operation: str, error: str, peer: int | None = None) -> str:
+        """Why `operation` failed with `error`, after asking the others: [Note: the inquiry].
+
+        Args:
+            peer: the rank of the group whose message failed, where that is known.
+        """
+        self._lost = peer if "closed by peer" in error or "reset by peer" in error else None
         found: list[str] = []
         # A store whose host is cut off answers nothing and has no time-out of its own.
         inquiry = threading.Thread(target=lambda: found.append(self._inquire()), daemon=True)
@@ -111,11 +117,13 @@ class Roll:
             return self._store_is_silent("is gone")
 
     def _ask(self, store: Store) -> str:
-        store.set(f"{self._key}/failed/{self.rank}", json.dumps(self._neighbours()))
         deadline, pause = time.monotonic() + GRACE, 0.05
         silent = list(range(len(self.members)))
-        while silent := self._silent(store, silent):
-            if time.monotonic() > deadline or all(self._is_known(store, rank) for rank in silent):
+        while True:
+            # Anew each time: a process that is being killed closes its connections before it is seen to end.
+            store.set(f"{self._key}/failed/{self.rank}", json.dumps(self._neighbours()))
+            silent = self._silent(store, silent)
+            if not silent or time.monotonic() > deadline or all(self._is_known(store, rank) for rank in silent):
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.4)
@@ -144,7 +152,11 @@ class Roll:
         With two hops a rank whose own peers still wait may be silent until its time-out, and is innocent.
         """
         states = {rank: self._state(store, rank) or "" for rank in silent}
-        certain = [r for r in silent if states[r] in _SAID or store.check([RAISED.format(self.members[r].rank)])]
+        certain = [
+            rank
+            for rank in silent
+            if states[rank] in _SAID or rank == self._lost or store.check([RAISED.format(self.members[rank].rank)])
+        ]
         return certain or [rank for rank in silent if not states[rank]] or silent
 
     def _is_known(self, store: Store, rank: int) -> bool:
@@ -225,7 +237,8 @@ def _stat(pid: int) -> tuple[str, str]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", ""
-    return fields[0], fields[19]
+    is_ending = int(fields[6]) & 0x4  # PF_EXITING, include/linux/sched.h
+    return "X" if is_ending else fields[0], fields[19]
 
 
 def _state_of(member: Member) -> str:
