@@ -49,7 +49,7 @@ class Collectives:
         self.ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.failure: str | None = None
         self.sent_bytes = 0
-        self._awaited: int | None = None  # whose message is being waited for
+        self._has_control = False
         unmet = [Member.unmet(rank) for rank in self.ranks]
         unmet[self.rank] = Member.myself(self.ranks[self.rank])
         self._roll = Roll(self.rank, unmet, "shardmp/0")
@@ -96,9 +96,17 @@ class Collectives:
             yield
         except RuntimeError as error:
             self.poison(f"{operation} at {self._roll.place}")
-            raise RuntimeError(self._roll.explain(operation, str(error), self._awaited)) from error
-        finally:
-            self._awaited = None
+            raise RuntimeError(self._roll.explain(operation, str(error), self._is_broken)) from error
+
+    def _is_broken(self, rank: int) -> bool:
+        """Whether a message to `rank` cannot even be sent; through the control group, whose connections nothing has used."""
+        if not self._has_control:
+            return False
+        try:
+            dist.isend(torch.zeros(1), self.ranks[rank], control_group(self.group))  # not awaited: nobody receives it
+        except RuntimeError:
+            return True
+        return False
 
     # -- point to point
 
@@ -107,10 +115,10 @@ class Collectives:
         return self._isend(data, to, tag)
 
     def _isend(self, data: Tensor, to: int, tag: int) -> Any:
-        return _Message(dist.isend(data, self.ranks[to], self.group, self._tag + tag), to)
+        return dist.isend(data, self.ranks[to], self.group, self._tag + tag)
 
     def _receive(self, data: Tensor, source: int, tag: int) -> Any:
-        return _Message(dist.irecv(data, self.ranks[source], self.group, self._tag + tag), source)
+        return dist.irecv(data, self.ranks[source], self.group, self._tag + tag)
 
     # -- reduce-scatter
 
@@ -235,7 +243,6 @@ class Collectives:
     def _wait(self, works: list[Any], operation: str) -> None:
         with self._doing(operation):
             for work in works:
-                self._awaited = getattr(work, "peer", None)
                 work.wait()
 
     # -- whole tensors
@@ -257,7 +264,9 @@ class Collectives:
 
     def gather_objects(self, value: object) -> list[Any]:
         """What each rank has said, in rank order, where all are about to speak: through the short-timeout control group."""
-        return self._gather(value, control_group(self.group) if self.world_size > 1 else None)
+        found = self._gather(value, control_group(self.group) if self.world_size > 1 else None)
+        self._has_control = self.world_size > 1
+        return found
 
     def _gather(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
         if self.world_size == 1:
@@ -266,18 +275,6 @@ class Collectives:
         with self._doing("meeting of the ranks"):
             dist.all_gather_object(found, value, group=group)
         return found
-
-
-class _Message:
-    """A message under way, to or from `peer`."""
-
-    __slots__ = ("_work", "peer")
-
-    def __init__(self, work: Any, peer: int) -> None:
-        self._work, self.peer = work, peer
-
-    def wait(self) -> None:
-        self._work.wait()
 
 
 class _Forwarded:

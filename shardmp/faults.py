@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,6 @@ class Roll:
         self.members = members
         self.place = "shard()"
         self._key = key
-        self._lost: int | None = None  # the peer whose connection broke, which its system does when a process ends
 
     def at(self, place: str) -> None:
         """Tell the peers where this rank is."""
@@ -84,13 +83,13 @@ class Roll:
             with contextlib.suppress(Exception):  # a store that is gone shows in the collective itself
                 _store().set(f"{self._key}/place/{self.rank}", place)
 
-    def explain(self, operation: str, error: str, peer: int | None = None) -> str:
+    def explain(self, operation: str, error: str, is_broken: Callable[[int], bool] = lambda rank: False) -> str:
         """Why `operation` failed with `error`, after asking the others: [Note: the inquiry].
 
         Args:
-            peer: the rank of the group whose message failed, where that is known.
+            is_broken: whether the connection to a rank of the group is broken: its system closes it when a process ends.
         """
-        self._lost = peer if "closed by peer" in error or "reset by peer" in error else None
+        self._is_broken = is_broken
         found: list[str] = []
         # A store whose host is cut off answers nothing and has no time-out of its own.
         inquiry = threading.Thread(target=lambda: found.append(self._inquire()), daemon=True)
@@ -155,7 +154,7 @@ class Roll:
         certain = [
             rank
             for rank in silent
-            if states[rank] in _SAID or rank == self._lost or store.check([RAISED.format(self.members[rank].rank)])
+            if states[rank] in _SAID or self._is_broken(rank) or store.check([RAISED.format(self.members[rank].rank)])
         ]
         return certain or [rank for rank in silent if not states[rank]] or silent
 
