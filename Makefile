@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 MPI_STAMP := .venv/.installed-mpi
+INTEROP_STAMP := .venv/.installed-interop
 
-.PHONY: setup demo test test-slow test-cluster lint format bench clean
+.PHONY: setup demo test test-slow test-interop test-cluster lint format bench clean
 
 setup: $(STAMP)
 
@@ -19,10 +20,18 @@ demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not cluster"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not cluster and not interop"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+$(INTEROP_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[test,interop]' torch==2.13.0
+	touch $@
+
+# Real models and loops of transformers, peft, Accelerate and Fabric; optimizers of bitsandbytes and torchao.
+test-interop: $(INTEROP_STAMP)
+	$(BIN)/python -m pytest -m interop tests/interop
 
 $(MPI_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[test,mpi]'

@@ -341,6 +341,8 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         raise TypeError("shard(optimizer): it is sharded already")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"shard(optimizer): expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if "param_groups" not in vars(optimizer):
+        raise TypeError(f"shard(optimizer): {type(optimizer).__name__} wraps another optimizer; hand in the plain one")
     names = {id(p): name for name, p in model.named_parameters()}
     listed: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):

@@ -97,6 +97,11 @@ def probe(optimizer: Optimizer) -> set[str]:
             ) from error
         finally:
             torch.random.set_rng_state(torch_state)
+        if torch.equal(whole, start.view(-1)):
+            raise TypeError(
+                f"optimizer {name} (group {number}): a trial step changed nothing. If it wraps another optimizer, hand in "
+                "the plain one"
+            )
         if not torch.allclose(whole, pieces, rtol=1e-6, atol=1e-7, equal_nan=True):
             worst = (whole - pieces).abs().max().item()
             raise TypeError(
