@@ -23,7 +23,7 @@ from test_two_hops import on_hosts
 from torch import Tensor, nn
 
 import shardmp
-from shardmp.exact import on_grid
+from shardmp.exact import check_model, on_grid
 
 MICRO_BATCHES = 24
 STEPS = 30
@@ -259,7 +259,7 @@ def test_what_would_break_the_promise_is_refused_by_name(options: dict[str, Any]
 
 def test_a_norm_over_all_ranks_batches_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"0 \(SyncBatchNorm\) computes with the statistics of all ranks"):
-        exact(nn.Sequential(nn.SyncBatchNorm(2)))
+        check_model(nn.Sequential(nn.SyncBatchNorm(2)), torch.device("cpu"))
 
 
 def test_dropout_and_running_statistics_are_named_once() -> None:
