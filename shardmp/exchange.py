@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# FP32 elements of a tile of the sum: its scratch (512 KB) stays in the second-level cache.
+# Elements of a tile of the sum: its scratch stays in the cache (512 KB in FP32), and calls cost little beside it.
 TILE = 2**17
 
 
@@ -99,10 +99,9 @@ class Summation:
             squares: FP32, one for each 1024 elements of `out`; receives the sum of squares of each block of the
                 result, rounded to FP32, taken while the tile is in the cache.
         """
-        tile = TILE * 4 // out.element_size()
         for pieces in zip(*rows, strict=True):
-            for start in range(0, pieces[0].data.numel(), tile):
-                stop = min(start + tile, pieces[0].data.numel())
+            for start in range(0, pieces[0].data.numel(), TILE):
+                stop = min(start + TILE, pieces[0].data.numel())
                 offset = pieces[0].offset + start
                 place = out[offset : offset + stop - start]
                 total = self._buffer("total", out.dtype, stop - start) if accumulate else place
@@ -133,7 +132,7 @@ class Summation:
     def _buffer(self, name: str, dtype: torch.dtype, numel: int) -> Tensor:
         found = self._buffers.get((name, dtype))
         if found is None:
-            found = torch.empty(TILE * 4 // dtype.itemsize, dtype=dtype, device=self._device)
+            found = torch.empty(TILE, dtype=dtype, device=self._device)
             self._buffers[name, dtype] = found
         return found[:numel]
 
