@@ -51,12 +51,13 @@ class Display:
         active: whether this rank shows and writes anything.
         steps: of the whole run.
         metrics: the JSON Lines file, made anew.
+        append: go on in a file that is there, for a run that is resumed.
 
     Raises:
         ValueError: the file cannot be written.
     """
 
-    def __init__(self, active: bool, steps: int, metrics: Path) -> None:
+    def __init__(self, active: bool, steps: int, metrics: Path, append: bool = False) -> None:
         self.active = active
         self.steps = steps
         self.console = Console(quiet=not active, highlight=False)
@@ -65,7 +66,7 @@ class Display:
             sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
             try:
                 metrics.parent.mkdir(parents=True, exist_ok=True)
-                self._file = metrics.open("w", encoding="utf-8")
+                self._file = metrics.open("a" if append else "w", encoding="utf-8")
             except OSError as error:
                 raise ValueError(f"--metrics {metrics}: {error.strerror}") from None
         terminal = self.console.is_terminal and not self.console.is_dumb_terminal

@@ -58,7 +58,9 @@ def hash_on(ranks: int, reduce: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--reduce", choices=("exact", "fp32"), help="be one rank of a training (used by the script itself)")
+    parser.add_argument(
+        "--reduce", choices=("exact", "fp32"), help="be one rank of a training (used by the script itself)"
+    )
     reduce = parser.parse_args().reduce
     if reduce is not None:
         print("masters", train(reduce))

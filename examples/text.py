@@ -57,3 +57,10 @@ class Batches:
         places = torch.randint(len(self.windows), (self.size,), generator=self.generator)
         windows = self.windows[places].to(self.device).long()
         return windows[:, :-1], windows[:, 1:]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where the random places have got to."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.generator.set_state(state["generator"])

@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py      # two ranks
     python examples/train_gpt.py                                        # one rank, the same program
+    python examples/train_gpt.py --checkpoints runs/gpt --resume auto   # goes on where it was stopped or killed
     python examples/train_gpt.py --help
 
 An ordinary training script: shardmp is the call in `main` that is marked, and `optimizer.backward(loss)`.
@@ -101,6 +102,18 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--growth-interval", type=count, default=GROWTH_INTERVAL, help=growth_help)
 
+    add = parser.add_argument_group("checkpoints").add_argument
+    where_help = "save here, also on SIGTERM and Ctrl-C (default: nowhere)"
+    add("--checkpoints", type=Path, metavar="DIR", default=argparse.SUPPRESS, help=where_help)
+    add("--save-every", type=count, default=100, help="steps between two checkpoints")
+    add("--keep", type=count, default=2, help="checkpoints that are kept")
+    add(
+        "--resume",
+        choices=("auto", "never"),
+        default="never",
+        help="auto: from the latest checkpoint, where there is one",
+    )
+
     add = parser.add_argument_group("output").add_argument
     add("--eval-every", type=count, default=100, help="steps between two validations")
     add("--eval-batches", type=count, default=16, help="batches of one rank in a validation")
@@ -108,7 +121,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--prompt", default="The ", help="start of the sample that the trained model continues")
     add("--sample-bytes", type=at_least(int, 0), default=200, help="length of the sample")
 
-    return parser.parse_args(arguments)
+    return parser.parse_args(arguments, argparse.Namespace(checkpoints=None))
 
 
 @contextlib.contextmanager
@@ -137,6 +150,11 @@ def precision_policy(args: argparse.Namespace) -> shardmp.Precision:
     if (args.init_scale, args.growth_interval) != (INIT_SCALE, GROWTH_INTERVAL):
         raise ValueError(f"--init-scale, --growth-interval: {args.precision} has no loss scale, fp16 alone has")
     return shardmp.Precision(args.precision)
+
+
+def check_checkpoints(args: argparse.Namespace) -> None:
+    if args.resume == "auto" and args.checkpoints is None:
+        raise ValueError("--resume auto: name the directory with --checkpoints")
 
 
 # -- optimization
@@ -205,6 +223,42 @@ class StopRequest:
         return bool(flag)
 
 
+# -- checkpoints
+
+
+class NoCheckpoints:
+    """In the place of `shardmp.Checkpoints` where nothing is saved."""
+
+    def after_step(self) -> None: ...
+
+    def save(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_checkpoints(
+    args: argparse.Namespace,
+    model: shardmp.ShardedModule,
+    optimizer: shardmp.ShardedOptimizer,
+    scheduler: LambdaLR,
+    training: Batches,
+    display: Display,
+) -> shardmp.Checkpoints | NoCheckpoints:
+    """What saves the run, resumed where that was asked for."""
+    if args.checkpoints is None:
+        return NoCheckpoints()
+    options = {"every": args.save_every, "keep": args.keep}
+    extra, per_rank = {"scheduler": scheduler}, {"data": training}
+    checkpoints = shardmp.Checkpoints(args.checkpoints, model, optimizer, extra=extra, per_rank=per_rank, **options)
+    loaded = checkpoints.resume() if args.resume == "auto" else None
+    if loaded is not None:
+        if loaded.per_rank is None:  # another number of ranks: batches that nobody has drawn yet
+            training.generator.manual_seed(training.generator.initial_seed() + 1_000_003 * optimizer.steps)
+        display.write("resumed", step=optimizer.steps, path=loaded.path, ranks=loaded.ranks)
+        display.say(f"resumed after step {optimizer.steps} from {loaded.path}, saved by {loaded.ranks} ranks")
+    return checkpoints
+
+
 # -- the run
 
 
@@ -216,16 +270,20 @@ def train(
     world: shardmp.World,
     display: Display,
     stop: StopRequest,
-) -> dict[str, float] | None:
-    """The losses at the end; None where Ctrl-C stopped the run before."""
+) -> tuple[dict[str, float], float] | None:
+    """The losses at the end, and the bytes sent per step; None where Ctrl-C stopped the run before."""
     seed = args.seed + world.rank  # every rank draws other batches
     training = Batches(parts[0], args.context, args.batch, seed, world.device)
     tokens_per_step = world.world_size * args.accumulate * args.batch * args.context
     scheduler = LambdaLR(optimizer, functools.partial(lr_factor, steps=args.steps, warmup=args.warmup))
+    checkpoints = open_checkpoints(args, model, optimizer, scheduler, training, display)
+    steps_before, sent_before = optimizer.steps, optimizer.wire_bytes()  # the first weights' bytes are no step's
     losses: deque[float] = deque(maxlen=20)
     validation_loss = math.nan
-    for step in range(1, args.steps + 1):
+    for step in range(steps_before + 1, args.steps + 1):
         if stop.agreed():
+            checkpoints.save()
+            checkpoints.close()
             display.write("stopped", step=step - 1)
             display.say(f"stopped by Ctrl-C after step {step - 1} of {args.steps}, metrics in {args.metrics}")
             return None
@@ -245,7 +303,14 @@ def train(
             held_out = Batches(parts[1], args.context, args.batch, seed, world.device)
             validation_loss = evaluate(model, held_out, args.eval_batches)
             display.validation(step, validation_loss)
-    return {"training_loss": sum(losses) / len(losses), "validation_loss": validation_loss}
+        checkpoints.after_step()  # leaves the program, with status 143, where a rank got SIGTERM
+    checkpoints.close()
+    if not losses:
+        raise ValueError(
+            f"--resume auto: the checkpoint is of step {optimizer.steps}, and --steps {args.steps} are done"
+        )
+    sent = (optimizer.wire_bytes() - sent_before) / (args.steps - steps_before)
+    return {"training_loss": sum(losses) / len(losses), "validation_loss": validation_loss}, sent
 
 
 def show_sample(model: nn.Module, args: argparse.Namespace, display: Display, device: torch.device) -> None:
@@ -266,7 +331,8 @@ def main() -> int:
         parts = split_text(read_text(getattr(args, "text", None)), args.context)
         config = GPTConfig(args.context, args.layers, args.width, args.heads)
         precision = precision_policy(args)
-        display = Display(is_first(), args.steps, args.metrics)
+        check_checkpoints(args)
+        display = Display(is_first(), args.steps, args.metrics, append=args.resume == "auto")
 
     world = shardmp.init()
     stop = StopRequest(world.device, display)
@@ -293,18 +359,23 @@ def main() -> int:
         f"{num_parameters / 1e6:.1f}M parameters, {args.precision}, stage {args.stage}, {world.world_size} x "
         f"{world.device.type}; {len(parts[0]):,} bytes to train on, {len(parts[1]):,} held out"
     )
-    sent_before = optimizer.wire_bytes()  # the first weights were sent: that is no part of a step
-    with display:
-        losses = train(args, model, optimizer, parts, world, display, stop)
-    if losses is not None:
-        sent = (optimizer.wire_bytes() - sent_before) / args.steps
+    try:
+        with display:
+            done = train(args, model, optimizer, parts, world, display, stop)
+    except SystemExit:  # SIGTERM: all ranks have saved and leave together
+        display.say(f"stopped by SIGTERM after step {optimizer.steps} of {args.steps}, saved in {args.checkpoints}")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    if done is not None:
+        losses, sent = done
         display.summary(losses, optimizer, unsharded_memory(num_parameters, moments=2), sent, args.accumulate)
         stop.leave_at_once = True  # nothing is left that ranks should finish together
         if not stop.agreed():
             show_sample(model, args, display, world.device)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return 0 if losses is not None else INTERRUPTED
+    return 0 if done is not None else INTERRUPTED
 
 
 if __name__ == "__main__":

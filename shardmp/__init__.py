@@ -13,32 +13,51 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import shard
+    from .checkpoints import Checkpoints
+    from .exporting import export
+    from .manifest import CheckpointError
     from .module import ShardedModule
     from .optimizer import ShardedOptimizer
     from .precision import Precision
+    from .restoring import Loaded, load
+    from .saving import Saving, save
     from .verdict import Overflow, StepReport
     from .world import World, init
 
 __all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "Loaded",
     "Overflow",
     "Precision",
+    "Saving",
     "ShardedModule",
     "ShardedOptimizer",
     "StepReport",
     "World",
+    "export",
     "init",
+    "load",
+    "save",
     "shard",
 ]
 
 # Loaded at first use: the `shardmp` command starts torchrun without importing torch, which takes seconds, itself.
 _HOME = {
+    "CheckpointError": "manifest",
+    "Checkpoints": "checkpoints",
+    "Loaded": "restoring",
     "Overflow": "verdict",
     "Precision": "precision",
+    "Saving": "saving",
     "ShardedModule": "module",
     "ShardedOptimizer": "optimizer",
     "StepReport": "verdict",
     "World": "world",
+    "export": "exporting",
     "init": "world",
+    "load": "restoring",
+    "save": "saving",
     "shard": "api",
 }
 

@@ -12,6 +12,8 @@ rank and step with one backward (ZeRO, arXiv 1910.02054, section 5, with the gra
 
 from __future__ import annotations
 
+from collections import Counter
+
 from .layout import Layout
 from .verdict import Lanes
 
@@ -47,10 +49,10 @@ def memory(
     sizes = [(bucket.size, bucket.shard, itemsize[bucket.dtype]) for bucket in layout.buckets]
     shards = sum(shard for _, shard, _ in sizes)
     sends: dict[str, int] = {}
+    of_dtype = Counter(bucket.dtype for bucket in layout.buckets)
     for bucket in layout.buckets:
         item = itemsize[bucket.dtype]
-        of_dtype = sum(other.dtype == bucket.dtype for other in layout.buckets)
-        in_flight = min(window + 1, of_dtype)
+        in_flight = min(window + 1, of_dtype[bucket.dtype])
         peers = (bucket.ranks - hosts) * bucket.shard
         sends[bucket.dtype] = max(sends.get(bucket.dtype, 0), in_flight * (bucket.size + peers) * item)
     in_flight = min(window + 1, len(sizes))
@@ -89,6 +91,58 @@ def wire_bytes(
         reduction = (layout.ranks - hosts) * rows + (hosts - 1) * sum_itemsize * shards
     lanes = sum(Lanes(len(layout.entries), layout.ranks).lengths().values())
     return backwards * reduction + peers * rows + 2 * 8 * lanes * peers // layout.ranks
+
+
+def card_bytes(
+    layout: Layout,
+    itemsize: dict[str, int],
+    *,
+    ranks_per_host: int,
+    sum_itemsize: int = 4,
+) -> dict[str, int]:
+    """Bytes that leave a host through its network card: in each "reduction", in the step's "gather", in its "verdict".
+
+    Args:
+        ranks_per_host: of every host; the ranks are a multiple of it.
+
+    With more than two ranks on a host gradients cross as sums and rows of the gather once ([Note: two hops] in exchange);
+    else each rank deals with every rank of the other hosts.
+    """
+    hosts = layout.ranks // ranks_per_host
+    if hosts == 1:
+        return {"reduction": 0, "gather": 0, "verdict": 0}
+    rows = sum(bucket.shard * itemsize[bucket.dtype] for bucket in layout.buckets)
+    to_others = ranks_per_host * (layout.ranks - ranks_per_host)
+    reduction = gather = to_others * rows
+    if ranks_per_host > 2:
+        across = ranks_per_host * (hosts - 1)
+        reduction = across * sum_itemsize * sum(bucket.shard for bucket in layout.buckets)
+        gather = across * rows
+    lanes = sum(Lanes(len(layout.entries), layout.ranks).lengths().values())
+    # The all-reduce is a ring of ranks: one border of it leaves the host.
+    return {"reduction": reduction, "gather": gather, "verdict": 2 * 8 * lanes * (layout.ranks - 1) // layout.ranks}
+
+
+def zero_memory(parameters: int, ranks: int, stage: int, *, moments: int = 2) -> dict[str, float]:
+    """What the ZeRO paper (arXiv 1910.02054, figure 1) counts: 16-bit parameters and gradients, FP32 optimizer state.
+
+    Args:
+        stage: 0 for none of it, which is plain mixed precision; 1 shards the state, 2 gradients too, 3 parameters too.
+    """
+    whole = {name: float(size) for name, size in unsharded_memory(parameters, moments=moments).items()}
+    sharded = ("masters", "moments", "gradients", "parameters")[: (0, 2, 3, 4)[stage]]
+    return {name: size / ranks if name in sharded else size for name, size in whole.items()}
+
+
+def fp32_memory(parameters: int, *, moments: int = 2) -> dict[str, int]:
+    """FP32 training on one device: the parameters are their own masters."""
+    return {
+        "parameters": 4 * parameters,
+        "gradients": 4 * parameters,
+        "masters": 0,
+        "moments": 4 * moments * parameters,
+        "buckets": 0,
+    }
 
 
 def unsharded_memory(parameters: int, *, moments: int) -> dict[str, int]:

@@ -8,14 +8,16 @@ Invariant: what a user did wrong is one message on stderr and exit code 2; torch
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from . import launch
 
@@ -33,14 +35,19 @@ app = typer.Typer(
 
 def _say(text: str, stderr: bool = True) -> None:
     """One message as it is: never wrapped, so that it can be copied and searched for."""
-    Console(stderr=stderr, highlight=False).print(text, soft_wrap=True, markup=False)
+    Console(stderr=stderr, highlight=False, emoji=False).print(text, soft_wrap=True, markup=False)
+
+
+def _show(table: RenderableType) -> None:
+    """A table on stdout, uncut: in a terminal of less than 110 columns the terminal breaks its lines."""
+    Console(highlight=False, width=max(110, Console().width)).print(table)
 
 
 @contextmanager
 def _errors_of(command: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, RuntimeError) as mistake:
+    except (ValueError, RuntimeError, OSError, OverflowError) as mistake:
         _say(f"shardmp {command}: error: {mistake}")
         raise typer.Exit(USAGE_ERROR) from None
 
@@ -146,6 +153,106 @@ def rendezvous_command(
     with _errors_of("rendezvous"):
         launch.serve_store(host, port, ready)
     _say("shardmp rendezvous: ended", stderr=False)
+
+
+CHECKPOINT_HELP = "A checkpoint, or a directory of them."
+STEP_HELP = "The step to take. Default: the latest."
+
+
+@app.command("export")
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT_HELP)],
+    output: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    dtype: Annotated[str, typer.Option(help="fp32 (the master weights), fp16 or bf16.")] = "fp32",
+    step: Annotated[int | None, typer.Option(help=STEP_HELP)] = None,
+) -> None:
+    """Write a checkpoint's weights into one safetensors file, with the keys of the plain model."""
+    with _errors_of("export"):
+        from .exporting import export
+
+        export(checkpoint, output, dtype=dtype, step=step)
+    _say(f"{output}: {output.stat().st_size:,} bytes", stderr=False)
+
+
+@app.command("inspect")
+def inspect_command(
+    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT_HELP)],
+    step: Annotated[int | None, typer.Option(help=STEP_HELP)] = None,
+    verify: Annotated[bool, typer.Option(help="Compare every byte with its checksum.")] = True,
+) -> None:
+    """Print what a checkpoint holds, and whether it is intact."""
+    with _errors_of("inspect"):
+        from .exporting import Contents
+
+        contents = Contents(checkpoint, step)
+        _say(str(contents.path), stderr=False)
+        if contents.manifest is not None:
+            about = contents.manifest
+            _say(f"step {about.step}, {about.ranks} ranks, shardmp {about.shardmp}, torch {about.torch}", stderr=False)
+        tied, total = contents.tied(), 0
+        for entry in contents.entries():
+            where = (
+                f"tied to {tied[entry.name]}" if entry.name in tied else f"{entry.bytes:,} bytes, {entry.pieces} pieces"
+            )
+            total += 0 if entry.name in tied else entry.bytes
+            shape, dtype = list(entry.shape), str(entry.dtype).removeprefix("torch.")
+            _say(f"  {entry.name}  {shape}  {dtype}  {where}", stderr=False)
+        _say(f"{total:,} bytes", stderr=False)
+        if verify:
+            contents.verify()
+            _say("intact: every byte has the checksum that was written", stderr=False)
+
+
+@app.command("formats", context_settings={"ignore_unknown_options": True})  # a negative number is not an option
+def formats_command(
+    number: Annotated[
+        str | None,
+        typer.Argument(help="65504, 1e-8, -0.1, 2^-24, nan, or bits: 0x7bff, 0b..., '0 11110 1111111111'."),
+    ] = None,
+    fmt: Annotated[str, typer.Option("--in", help="fp64, fp32, tf32, bf16, fp16, e4m3 or e5m2.")] = "fp16",
+    compare: Annotated[bool, typer.Option("--compare", help="The number in every format.")] = False,
+) -> None:
+    """Show what number formats hold, or how one number is stored, its neighbours and its rounding error."""
+    with _errors_of("formats"):
+        from . import format_tables
+
+        _show(format_tables.answer(number, fmt, compare=compare))
+
+
+@app.command("budget")
+def budget_command(
+    params: Annotated[str | None, typer.Option(help="Parameters of the model: 7e9, 7B, 124M.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Or a function that makes the model; on the meta device."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks over which the state is sharded.")] = 8,
+    ranks_per_host: Annotated[int | None, typer.Option(help="Default: the largest divisor of --ranks up to 8.")] = None,
+    stage: Annotated[int, typer.Option(help="1 or 2.")] = 2,
+    precision: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "fp16",
+    moments: Annotated[int, typer.Option(help="FP32 states per parameter: AdamW 2, SGD with momentum 1.")] = 2,
+    backwards: Annotated[int, typer.Option(help="Backwards per step.")] = 1,
+    bucket_mb: Annotated[float, typer.Option(help="MiB of parameters in a bucket.")] = 8.0,
+    exact: Annotated[bool, typer.Option("--exact", help="reduce='exact'.")] = False,
+    fits: Annotated[str | None, typer.Option(metavar="SIZE", help="Find the fewest ranks that fit: 16GiB.")] = None,
+    flops: Annotated[
+        float | None, typer.Option(help="FLOP/s of a rank: from how many tokens on is the wire hidden?")
+    ] = None,
+    link: Annotated[float | None, typer.Option(help="Bytes/s of a host's card (of a rank's link on one host).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures in bytes, as JSON.")] = False,
+) -> None:
+    """Predict what each rank holds and sends, before anything is allocated."""
+    with _errors_of("budget"):
+        from . import budgets
+
+        entries = budgets.entries_of(params, model, precision, bucket_mb)
+        per_host = budgets.usual_ranks_per_host(ranks) if ranks_per_host is None else ranks_per_host
+        run = budgets.Run(entries, ranks, per_host, stage, precision, bucket_mb, moments, backwards, exact)
+        found = budgets.report(run, fits=fits, flops=flops, link=link)
+        if as_json:
+            print(json.dumps(found, indent=2))
+        else:
+            _show(budgets.tables(found))
 
 
 def main() -> None:

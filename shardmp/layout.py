@@ -15,6 +15,7 @@ bucket size can change a bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,6 +68,39 @@ class Piece:
     length: int
     lo: int
     hi: int
+
+
+def boxes(lo: int, hi: int, shape: Sequence[int]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Elements [lo, hi) of a flattened tensor of `shape` as boxes of the tensor itself: at most 2 x dimensions - 1.
+
+    Returns:
+        (start, offsets, sizes) of each: the box's elements lie in order from `lo + start` on, so it is a view of them.
+    """
+    if hi <= lo:
+        return []
+    if not shape:
+        return [(0, (), ())]
+    if len(shape) == 1:
+        return [(0, (lo,), (hi - lo,))]
+    row = math.prod(shape[1:])
+    found = []
+
+    def part_of_row(index: int, first: int, last: int) -> None:
+        for start, offsets, sizes in boxes(first, last, shape[1:]):
+            found.append((index * row + first - lo + start, (index, *offsets), (1, *sizes)))
+
+    first, last = lo // row, (hi - 1) // row
+    if first == last:
+        part_of_row(first, lo - first * row, hi - first * row)
+        return found
+    begin, end = -(-lo // row), hi // row
+    if lo % row:
+        part_of_row(first, lo % row, row)
+    if end > begin:
+        found.append((begin * row - lo, (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:])))
+    if hi % row:
+        part_of_row(end, 0, hi % row)
+    return found
 
 
 @dataclass(frozen=True)

@@ -405,6 +405,11 @@ class ShardedOptimizer(Optimizer):
                 f"{operation} between backward and step: gradients are not saved; call step() or zero_grad() before"
             )
 
+    @property
+    def steps(self) -> int:
+        """Steps made, skipped ones included, those before a checkpoint was loaded too."""
+        return self._steps
+
     def counters(self) -> dict[str, Any]:
         """Steps, skipped steps and the state of the loss scale, as plain numbers."""
         return {"steps": self._steps, "skipped": self.skipped_steps, "scaler": self._losses.scaler.state()}

@@ -72,3 +72,20 @@ class LossScaler:
         self.scale = torch.where(grow, grown, self.scale)
         self.hysteresis = torch.where(grow, torch.full_like(self.hysteresis, policy.hysteresis), self.hysteresis)
         self.growth = torch.where(grow, torch.zeros_like(self.growth), self.growth)
+
+    # -- saved and loaded
+
+    def state(self) -> dict[str, Any]:
+        """All of it as plain numbers; waits for the device."""
+        pending = None if self._pending is None else [bool(flag) for flag in self._pending]
+        numbers = {name: getattr(self, name).item() for name in ("scale", "growth", "hysteresis", "hopeless")}
+        return {"dynamic": self.dynamic, "pending": pending, **numbers}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on as `state` was; a scale that is fixed, here or there, stays this one's own."""
+        if not (self.dynamic and state["dynamic"]):
+            return
+        for name in ("scale", "growth", "hysteresis", "hopeless"):
+            setattr(self, name, torch.full_like(getattr(self, name), state[name]))
+        device, pending = self.scale.device, state["pending"]
+        self._pending = pending and tuple(torch.tensor(flag, device=device) for flag in pending)

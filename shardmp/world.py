@@ -235,8 +235,12 @@ def _tell_peers(text: str) -> None:
 # -- the control group
 
 
-def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+def control_group(
+    group: dist.ProcessGroup | None = None, purpose: str = "control", timeout: timedelta = CONTROL_TIMEOUT
+) -> dist.ProcessGroup:
     """A gloo group over the ranks of `group` (None: all), whose collectives fail after 30 seconds: for small messages.
+
+    A thread that speaks while training goes on needs one of its own, for its `purpose`.
 
     The first call for a group is a collective of its ranks; later ones find what it has made. Nothing is kept here: the
     group lives in torch's registry under a name derived from that of `group`, and goes with destroy_process_group. A
@@ -247,7 +251,7 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     assert parent is not None  # the caller has a process group
     ranks = dist.get_process_group_ranks(parent)
     members = hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()[:8]
-    name: Any = f"shardmp/control/{parent.group_name}/{members}"
+    name: Any = f"shardmp/{purpose}/{parent.group_name}/{members}"
     for known, its_name in registry.pg_names.items():
         if its_name == name:
             return known
@@ -261,8 +265,8 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
         "gloo",
         dist.distributed_c10d._get_default_store(),
         name,
-        timeout=CONTROL_TIMEOUT,
-        group_desc=f"control of {parent.group_name}",
+        timeout=timeout,
+        group_desc=f"{purpose} of {parent.group_name}",
     )
     registry.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
     return made

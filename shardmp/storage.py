@@ -1,0 +1,353 @@
+"""Reading and writing a checkpoint's files, for torch.distributed.checkpoint (DCP).
+
+Owns:      DCP's storage writer and reader.
+Takes:     DCP's plans; this rank's tensors, or where their values are to go.
+Gives:     one file a rank in DCP's own format, which plain DCP reads, with a manifest beside it.
+Invariant: a tensor is written from where it lies and read to where it belongs, and its checksum is compared on the way;
+           nothing that is read can run code: see unpickling.py.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from . import container, directory
+from .manifest import MANIFEST, METADATA, CheckpointError, Manifest, Record, altered
+
+_AT_ONCE = 2**28  # bytes of one call of the system
+
+
+# -- writing
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank has written: travels to rank 0 as DCP's storage data, in plain tuples, of which there may be many.
+
+    `items` are (name, offsets or None, the record's values).
+    """
+
+    file: str
+    items: list[tuple[str, tuple[int, ...] | None, tuple[int, ...]]]
+
+
+class Writer(StorageWriter):
+    """Writes a checkpoint into `path`, an empty directory, and makes it complete.
+
+    Args:
+        aliases: further names of tensors, by the name under which they are written (tied parameters).
+        about: the manifest's other entries.
+    """
+
+    def __init__(self, path: Path, aliases: Mapping[str, str], about: Mapping[str, Any]) -> None:
+        self.path = path
+        self._aliases = aliases
+        self._about = about
+        self._file = ""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """DCP's: the path is given already."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP's: nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """DCP's: nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """A file for each rank, named as DCP's own writer does."""
+        return [replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """Write this rank's items into its file, one after the other, and sync it."""
+        written = _Written(plan.storage_data, [])
+        offset = 0
+        if plan.items:
+            path = self.path / written.file
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                for item in plan.items:
+                    record = _write_item(descriptor, offset, item, planner.resolve_data(item))
+                    where = None if item.index.offset is None else tuple(item.index.offset)
+                    written.items.append((item.index.fqn, where, astuple(record)))
+                    offset += record.length
+                os.fsync(descriptor)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            finally:
+                os.close(descriptor)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(written.file), offset, written)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all files are on the disk: `.metadata`, the manifest, and the name of a complete checkpoint."""
+        records: dict[str, list[Record]] = {}
+        found: dict[MetadataIndex, _StorageInfo] = {}
+        for written in (result.storage_data for rank in results for result in rank):
+            for name, offsets, values in written.items:
+                record = Record(*values)
+                records.setdefault(written.file, []).append(record)
+                index = MetadataIndex(name, offsets)
+                found[index] = _StorageInfo(written.file, record.offset, record.length)
+        metadata.storage_data = found
+        metadata.storage_meta = StorageMeta()
+        metadata.version = "1.0.0"
+        self._add_aliases(metadata)
+        content = pickle.dumps(metadata)
+        sizes = {name: kept[-1].offset + kept[-1].length for name, kept in records.items()}
+        sizes[METADATA] = len(content)
+        manifest = Manifest(metadata_crc=zlib.crc32(content), files=sizes, records=records, **self._about)
+        for file_name, text in ((METADATA, content), (MANIFEST, manifest.dump())):
+            with (self.path / file_name).open("xb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        directory.commit(self.path)
+
+    def _add_aliases(self, metadata: Metadata) -> None:
+        """A tied parameter is in the file once, and in the table under each of its names."""
+        for alias, name in self._aliases.items():
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+            metadata.planner_data[alias] = ("model", alias.removeprefix("model."))
+            for index, info in list(metadata.storage_data.items()):
+                if index.fqn == name:
+                    metadata.storage_data[MetadataIndex(alias, index.offset, index.index)] = info
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """DCP's."""
+        return True
+
+
+def _write_item(descriptor: int, offset: int, item: WriteItem, value: Tensor | io.BytesIO) -> Record:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        if value.dtype in container.STORAGES and value.numel():
+            data = _bytes_of(value.contiguous())
+            crc = zlib.crc32(data)
+            head, tail = container.wrap(value.dtype, value.shape, crc)
+            _write(descriptor, [memoryview(head), data, memoryview(tail)])
+            return Record(offset, len(head), len(data), len(tail), zlib.crc32(tail, zlib.crc32(head)), crc)
+        stream = io.BytesIO()
+        torch.save(value.clone(), stream)
+        value = stream
+    blob = value.getbuffer()
+    _write(descriptor, [blob])
+    return Record(offset, len(blob), 0, 0, zlib.crc32(blob), 0)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, to read or to write."""
+    values: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(values)
+
+
+def _write(descriptor: int, parts: list[memoryview]) -> None:
+    while parts := _after(parts, os.writev(descriptor, _capped(parts))):
+        pass
+
+
+def _capped(parts: Sequence[memoryview]) -> list[memoryview]:
+    """As much of the parts as one call of the system is given."""
+    found, left = [], _AT_ONCE
+    for part in parts:
+        if left:
+            found.append(part[:left])
+            left -= len(found[-1])
+    return found
+
+
+def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of the parts when `count` bytes are done."""
+    rest = []
+    for part in parts:
+        done = min(count, len(part))
+        count -= done
+        if done < len(part):
+            rest.append(part[done:])
+    return rest
+
+
+# -- reading
+
+
+class Reader(StorageReader):
+    """Reads a checkpoint; of one that plain DCP has written there is no manifest, and nothing is compared."""
+
+    def __init__(self, path: Path, metadata: Metadata, manifest: Manifest | None) -> None:
+        self.path = path
+        self.metadata = metadata
+        self._records: dict[tuple[str, int], Record] = {}
+        for name, records in manifest.records.items() if manifest else ():
+            self._records.update({(name, record.offset): record for record in records})
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """DCP's: the path is given already."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's."""
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP's: nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """DCP's: nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """DCP's: nothing to add."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """DCP's."""
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """Read each archive that this rank needs a part of once, in the order of the files."""
+        items = sorted(plan.items, key=lambda item: self._place(item.storage_index))
+        for name, in_file in groupby(items, key=lambda item: self._place(item.storage_index)[0]):
+            with self._opened(name) as file:
+                archives = [list(group) for _, group in groupby(in_file, key=lambda i: self._place(i.storage_index))]
+                self._read_ahead(file.fileno(), [archive[0].storage_index for archive in archives])
+                for archive in archives:
+                    self._read(file.fileno(), archive, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_ahead(self, descriptor: int, indices: Sequence[MetadataIndex]) -> None:
+        """Let the disk work while checksums are computed."""
+        (_, first, _), (_, last, length) = self._place(indices[0]), self._place(indices[-1])
+        if hasattr(os, "posix_fadvise"):  # Linux
+            os.posix_fadvise(descriptor, first, last + length - first, os.POSIX_FADV_WILLNEED)
+
+    def _opened(self, name: str) -> Any:
+        try:
+            return (self.path / name).open("rb", buffering=0)
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path / name} is missing") from None
+
+    def _place(self, index: MetadataIndex) -> tuple[str, int, int]:
+        info = self.metadata.storage_data[index]
+        return info.relative_path, info.offset, info.length
+
+    def _read(self, descriptor: int, items: Sequence[ReadItem], planner: Any) -> None:
+        index = items[0].storage_index
+        if items[0].type == LoadItemType.BYTE_IO:
+            stream = io.BytesIO(self._blob(descriptor, index))
+            for item in items:
+                planner.load_bytes(item, stream)
+            return
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        first = targets[0]
+        record = self._record(index)
+        whole = len(items) == 1 and record.data == first.nbytes and first.dtype == self._dtype(index)
+        if whole and first.device.type == "cpu" and first.is_contiguous():
+            self._read_data(descriptor, index, record, _bytes_of(first))
+        else:
+            chunk = self.read_chunk(descriptor, index)
+            for item, target in zip(items, targets, strict=True):
+                part = chunk
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, start, length)
+                target.copy_(part)
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+    def read_chunk(self, descriptor: int, index: MetadataIndex) -> Tensor:
+        """One box of a tensor; good until the next one is read."""
+        record = self._record(index)
+        if not record.data:
+            blob = self._blob(descriptor, index)
+            try:
+                found: Tensor = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
+            except Exception as error:  # of whatever kind: the bytes may be any
+                raise CheckpointError(f"{self._where(index)} was not read: {error}") from None
+            return found
+        if self._scratch.numel() < record.data:
+            self._scratch = torch.empty(record.data, dtype=torch.uint8)
+        data = self._scratch[: record.data]
+        self._read_data(descriptor, index, record, _bytes_of(data))
+        return data.view(self._dtype(index)).view(self._sizes(index))
+
+    def _record(self, index: MetadataIndex) -> Record:
+        name, offset, length = self._place(index)
+        return self._records.get((name, offset)) or Record(offset, length, 0, 0, -1, 0)
+
+    def _tensor(self, index: MetadataIndex) -> TensorStorageMetadata:
+        found = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(found, TensorStorageMetadata)
+        return found
+
+    def _dtype(self, index: MetadataIndex) -> torch.dtype:
+        return self._tensor(index).properties.dtype
+
+    def _sizes(self, index: MetadataIndex) -> Sequence[int]:
+        return next(chunk.sizes for chunk in self._tensor(index).chunks if chunk.offsets == index.offset)
+
+    def _where(self, index: MetadataIndex) -> str:
+        name, offset, length = self._place(index)
+        return f"{self.path / name}: {index.fqn} in bytes {offset} to {offset + length}"
+
+    def _read_data(self, descriptor: int, index: MetadataIndex, record: Record, data: memoryview) -> None:
+        head, tail = bytearray(record.head), bytearray(record.tail)
+        parts = [memoryview(head), data, memoryview(tail)]
+        self._fill(descriptor, index, record.offset, parts)
+        if zlib.crc32(tail, zlib.crc32(head)) != record.shell_crc or zlib.crc32(data) != record.data_crc:
+            raise altered(self.path / self._place(index)[0], record, index.fqn)
+
+    def _blob(self, descriptor: int, index: MetadataIndex) -> bytearray:
+        record = self._record(index)
+        blob = bytearray(record.length)
+        self._fill(descriptor, index, record.offset, [memoryview(blob)])
+        if record.shell_crc >= 0 and zlib.crc32(blob) != record.shell_crc:
+            raise altered(self.path / self._place(index)[0], record, index.fqn)
+        return blob
+
+    def _fill(self, descriptor: int, index: MetadataIndex, offset: int, parts: list[memoryview]) -> None:
+        while parts:
+            count = os.preadv(descriptor, _capped(parts), offset)
+            if not count:
+                raise CheckpointError(f"{self._where(index)}: the file ends before")
+            parts, offset = _after(parts, count), offset + count
+
+    def read_tensor(self, name: str) -> Tensor:
+        """One whole tensor, from all the boxes that it was written in."""
+        found = self.metadata.state_dict_metadata[name]
+        assert isinstance(found, TensorStorageMetadata)
+        whole = torch.empty(found.size, dtype=found.properties.dtype)
+        for chunk in found.chunks:
+            index = MetadataIndex(name, chunk.offsets)
+            with self._opened(self._place(index)[0]) as file:
+                target = whole
+                for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                    target = target.narrow(dim, start, length)
+                target.copy_(self.read_chunk(file.fileno(), index))
+        return whole
+
+    def tensors(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
+        """All tensors by name."""
+        for name, found in self.metadata.state_dict_metadata.items():
+            if isinstance(found, TensorStorageMetadata):
+                yield name, found
