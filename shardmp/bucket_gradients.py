@@ -69,8 +69,7 @@ class BucketGradients:
         self.direct_params = {cut.param for cut in self.cuts if cut.param is not None}
         self.slots = {slot.param: slot for slot in bucket.slots}
         self.pieces: tuple[Piece, ...] = bucket.pieces(rank)
-        pairs = bucket.ranks == 2 and dtype == torch.float16
-        self.exact = ExactShard(bucket.shard, device, pairs=pairs) if exact else None
+        self.exact = ExactShard(bucket.shard, device) if exact else None
         self.shard = torch.zeros(bucket.shard, device=device) if self.exact is None else self.exact.narrow
         self.block_squares = torch.zeros(bucket.shard // BLOCK, device=device)
         self.flat: Tensor | None = None  # the send buffer, while this backward fills it

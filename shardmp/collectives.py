@@ -167,17 +167,21 @@ class Collectives:
                 works.append(self._send(sums[to], across[to], 4 * tag + 3))
         return Exchange(works, found, [sums])
 
-    def finish_exchange(self, exchange: Exchange, out: Tensor, *, accumulate: bool, squares: Tensor) -> None:
+    def finish_exchange(
+        self, exchange: Exchange, out: Tensor, *, accumulate: bool, squares: Tensor, rest: Tensor | None = None
+    ) -> None:
         """Wait until the rows are there, then sum them: see `Summation`.
 
         Args:
-            out: (rows, shard) FP32.
+            out: (rows, shard) FP32, or FP64.
             squares: (rows, shard / 1024) FP32.
+            rest: (rows, shard) FP32 or nothing.
         """
         self._wait(exchange.works, "reduce-scatter")
         for index in range(out.size(0)):
             rows = [source[index] for source in exchange.rows]
-            self._sum(rows, out[index], accumulate=accumulate, squares=squares[index])
+            over = None if rest is None else rest[index]
+            self._sum(rows, out[index], accumulate=accumulate, squares=squares[index], rest=over)
 
     def reduce_native(self, rows: Tensor, out: Tensor) -> None:
         """The backend's own reduce-scatter: sums in the wire's dtype, in the backend's order.

@@ -5,22 +5,21 @@ Takes:     rows of FP16 gradients, and FP32 ones of parameters kept in FP32, put
 Gives:     the exact sum of all rows of a step, rounded once to FP32.
 Invariant: an FP16 number is k / 2^24 with |k| < 2^40, so FP64 adds up to 8192 of them without rounding, in any order.
 
-[Note: one storage] A shard has 8 bytes per element: FP64 sums, or in the lower half their FP32 rounding, which the update
-reads. Two addends need no FP64: their FP32 sum is the rounding of their exact sum. So on two ranks the first backward
-of a step puts the FP32 sum into the lower half, and the two rows, 4 bytes, into the upper one: a second backward widens
-them to FP64.
+[Note: one storage] A shard has 8 bytes per element: FP64 sums, or two FP32 numbers, the sum's rounding in the lower half,
+which the update reads, and in the upper one what the rounding left over. Of up to 256 rows that rest has at most 24 bits, so
+nothing is lost, and a step of one backward never reads FP64 from memory: a second backward widens the two to FP64.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .exchange import TILE, Part
+from .exchange import TILE
 
+MAX_PAIRED = 256  # rows whose sum two FP32 numbers hold: 40 + 8 bits
 MAX_TERMS = 8192  # 2^13: 40 bits of an FP16 number and 13 of the count are the 53 of FP64
 FP16_MAX = 65504.0
 _GRID = 1.5 * 2.0**28  # FP64 numbers near it are multiples of 2^-24
@@ -39,48 +38,27 @@ def on_grid(gradient: Tensor) -> Tensor:
 
 
 class ExactShard:
-    """The gradient shard of one bucket; see [Note: one storage].
+    """The gradient shard of one bucket; see [Note: one storage]."""
 
-    Args:
-        numel: elements of the shard.
-        pairs: keep the two rows of a first backward on two ranks, which must be FP16.
-    """
-
-    def __init__(self, numel: int, device: torch.device, *, pairs: bool) -> None:
+    def __init__(self, numel: int, device: torch.device) -> None:
         self.wide = torch.zeros(numel, dtype=torch.float64, device=device)
-        self.narrow = self.wide.view(torch.float32)[:numel]
-        rows = self.wide.view(torch.float16)[2 * numel :].view(2, numel)
-        self.pair = rows if pairs else None
+        self.narrow, self.rest = self.wide.view(torch.float32).view(2, numel)
         self._is_wide = False
-        self._has_pair = False
 
-    @property
-    def arrivals(self) -> Tensor | None:
-        """Where the peer's row of a first backward lands, (1, 1, shard) FP16; None where rows are not kept."""
-        return None if self.pair is None else self.pair[0].view(1, 1, -1)
-
-    def take_pair(self, own: Sequence[Part]) -> None:
-        """A first backward's FP32 sum is in `narrow` and the peer's row in `arrivals`: keep this rank's row as well."""
-        assert self.pair is not None
-        for part in own:
-            self.pair[1, part.offset : part.offset + part.data.numel()].copy_(part.data)
-        self._has_pair, self._is_wide = True, False
-
-    def take_sums(self) -> None:
-        """The sums are in `wide`."""
-        self._has_pair, self._is_wide = False, True
+    def take(self, *, wide: bool) -> None:
+        """The sums have been put into `wide`, or into `narrow` and `rest`."""
+        self._is_wide = wide
 
     def widen(self) -> None:
         """Another backward will be added: from here on the sum is FP64."""
-        if self._has_pair:
-            assert self.pair is not None
-            rows = self.pair.clone()  # `wide` lies over it
-            for start in range(0, self.wide.numel(), TILE):
-                first, second = rows[
-                    :, start : start + TILE
-                ].float()  # torch has no vectorised kernel from 16 bits to 64
-                self.wide[start : start + TILE].copy_(first).add_(second)
-            self.take_sums()
+        if self._is_wide:
+            return
+        narrow, rest = self.narrow.clone(), self.rest.clone()  # `wide` lies over them
+        for start in range(0, self.wide.numel(), TILE):
+            part = slice(start, start + TILE)
+            # What the rounding of an inf left over is not a number.
+            self.wide[part] = narrow[part].double() + rest[part].masked_fill_(~narrow[part].isfinite(), 0.0)
+        self._is_wide = True
 
     def round(self) -> None:
         """Put the rounding of the sums into `narrow`."""

@@ -90,7 +90,15 @@ class Summation:
         for name in ("total", "scratch"):  # FP64's come with the first exact sum
             self._buffer(name, torch.float32, 0)
 
-    def __call__(self, rows: Sequence[Sequence[Part]], out: Tensor, *, accumulate: bool, squares: Tensor) -> None:
+    def __call__(
+        self,
+        rows: Sequence[Sequence[Part]],
+        out: Tensor,
+        *,
+        accumulate: bool,
+        squares: Tensor,
+        rest: Tensor | None = None,
+    ) -> None:
         """Put rows[0] + rows[1] + ... into `out`, or add it to what is there.
 
         Args:
@@ -98,16 +106,21 @@ class Summation:
             out: (shard,) FP32 or FP64.
             squares: FP32, one for each 1024 elements of `out`; receives the sum of squares of each block of the
                 result, rounded to FP32, taken while the tile is in the cache.
+            rest: (shard,) FP32 like `out`: sum in FP64, and put here what its rounding in `out` leaves over.
         """
+        dtype = out.dtype if rest is None else torch.float64
         for pieces in zip(*rows, strict=True):
             for start in range(0, pieces[0].data.numel(), TILE):
                 stop = min(start + TILE, pieces[0].data.numel())
                 offset = pieces[0].offset + start
                 place = out[offset : offset + stop - start]
-                total = self._buffer("total", out.dtype, stop - start) if accumulate else place
+                total = self._buffer("total", dtype, stop - start) if accumulate or rest is not None else place
                 self._add([piece.data[start:stop] for piece in pieces], total)
                 if accumulate:
                     place.add_(total)
+                elif rest is not None:
+                    place.copy_(total)
+                    rest[offset : offset + stop - start] = total.sub_(self._as(place, torch.float64))
                 scratch = self._buffer("scratch", torch.float32, stop - start)
                 blocks = squares[offset // 1024 : (offset + stop - start) // 1024]
                 result = place if out.dtype == torch.float32 else scratch.copy_(place)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .bucket_gradients import BucketGradients, Pool
 from .collectives import Collectives
-from .exact import MAX_TERMS
+from .exact import MAX_PAIRED, MAX_TERMS
 from .exchange import Exchange, Part, sum_squares
 from .layout import BLOCK, Layout
 
@@ -269,30 +269,20 @@ class Gradients:
         if self.native:
             self._reduce_native(bucket, local)
             return
-        borrowed: list[_Borrowed] = []
-        arrivals = bucket.exact.arrivals if self._keeps_pair(bucket) and bucket.exact else None
-        if arrivals is None:
-            shape = (self._members - 1, self._route.num_hosts, bucket.bucket.shard)
-            borrowed.append(_Borrowed(self._landings[bucket.dtype] if local is None else self._local_landings, shape))
-            arrivals = borrowed[0].tensor
+        shape = (self._members - 1, self._route.num_hosts, bucket.bucket.shard)
+        landing = _Borrowed(self._landings[bucket.dtype] if local is None else self._local_landings, shape)
         if local is not None:
             rows = [[Part(0, row)] for row in local.view(bucket.bucket.ranks, -1)]
         else:
             rows = bucket.rows(lambda: self._flat(bucket))
-        exchange = self._collectives.start_exchange(bucket.bucket.index, rows, arrivals)
-        if bucket.flat is not None:
-            borrowed.append(_Borrowed(self._sends[bucket.dtype], (), bucket.flat))
+        exchange = self._collectives.start_exchange(bucket.bucket.index, rows, landing.tensor)
+        borrowed = (
+            [landing] if bucket.flat is None else [landing, _Borrowed(self._sends[bucket.dtype], (), bucket.flat)]
+        )
         self._flying.append(_Flight(bucket, exchange, borrowed))
         bucket.flat, bucket.direct = None, {}
         while len(self._flying) > self.window:
             self._land()
-
-    def _keeps_pair(self, bucket: BucketGradients) -> bool:
-        """Whether this is a first backward on two ranks, whose FP32 sum is exact enough and whose rows are kept.
-
-        Where the step before had several backwards it would be a detour.
-        """
-        return bucket.exact is not None and bucket.exact.pair is not None and not self.reduced and self._one_expected
 
     def _land(self) -> None:
         """The oldest exchange is awaited and summed; where there is a second hop, its sums go across."""
@@ -318,14 +308,16 @@ class Gradients:
 
     def _sum_shard(self, flight: _Flight, sources: Sequence[int | None]) -> None:
         bucket, exact = flight.bucket, flight.bucket.exact
-        pair = self._keeps_pair(bucket)
-        shard = bucket.shard if exact is None or pair else exact.wide
+        # Where the step before had several backwards, splitting the sums would be a detour.
+        wide = self.reduced or not self._one_expected or self.layout.ranks > MAX_PAIRED
+        shard = exact.wide if exact is not None and wide else bucket.shard
+        rest = exact.rest.view(1, -1) if exact is not None and not wide else None
         squares = bucket.block_squares.view(1, -1)
-        self._collectives.finish_exchange(flight.exchange, shard.view(1, -1), accumulate=self.reduced, squares=squares)
-        if exact is not None and pair:
-            exact.take_pair(flight.exchange.rows[self._collectives.rank][0])
-        elif exact is not None:
-            exact.take_sums()
+        self._collectives.finish_exchange(
+            flight.exchange, shard.view(1, -1), accumulate=self.reduced, squares=squares, rest=rest
+        )
+        if exact is not None:
+            exact.take(wide=wide)
         bucket.square_units()
         self._blame(
             bucket.culprits(flight.exchange.rows, sources, [self._collectives.rank], shard.view(1, -1), squares)

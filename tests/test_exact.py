@@ -111,9 +111,11 @@ def test_without_exact_the_hashes_differ() -> None:
 
 
 @pytest.mark.parametrize("backwards", [[1, 1, 3, 1, 1], [2, 1, 2, 1, 1], [1, 2, 1, 4, 4]])
-@on_ranks(2)
-def test_two_ranks_whose_number_of_backwards_changes_keep_the_exact_sum(rank: int, backwards: list[int]) -> None:
-    """The first backward's rows are kept as they came, and widened to FP64 if another one follows."""
+@on_ranks(2, 3)
+def test_the_sum_stays_exact_where_the_number_of_backwards_changes(
+    rank: int, world_size: int, backwards: list[int]
+) -> None:
+    """A first backward's sum is kept as two FP32 numbers, and widened to FP64 if another one follows."""
     generator = torch.Generator().manual_seed(3)
     model, optimizer = sharded(
         nn.Linear(64, 64, bias=False),
@@ -127,15 +129,15 @@ def test_two_ranks_whose_number_of_backwards_changes_keep_the_exact_sum(rank: in
     for count in backwards:
         total = torch.zeros(64, 64, dtype=torch.float64)
         for _ in range(count):
-            rows = torch.randn(2, 64, 64, generator=generator) * 2.0 ** torch.randint(
-                -20, 10, (2, 64, 64), generator=generator
+            rows = torch.randn(world_size, 64, 64, generator=generator) * 2.0 ** torch.randint(
+                -20, 10, (world_size, 64, 64), generator=generator
             )
             rows = rows.half()
             total += rows.double().sum(0)
             optimizer.backward((model.module.weight * rows[rank]).float().sum())  # whose gradient is rows[rank]
-        assert torch.equal(optimizer.full_grad("weight"), (total.float() / (2.0 * count)))
+        assert torch.equal(optimizer.full_grad("weight"), (total.float() / (1.0 * world_size * count)))
         optimizer.step()
-        expected -= total.float() / (2.0 * count)
+        expected -= total.float() / (1.0 * world_size * count)
         assert torch.equal(optimizer.master("weight"), expected)
 
 
