@@ -76,13 +76,10 @@ VARIANTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (2, {"dealing": "in turn", "bucket_mb": 0.001}),
     (2, {"stage": 1, "overlap": False}),
-    (3, {"dealing": "in turn"}),
-    (3, {"bucket_mb": 0.004}),
-    (4, {"dealing": "in turn", "stage": 1}),
-    (4, {"bucket_mb": 0.001, "overlap": False}),
-    (6, {}),
+    (3, {"dealing": "in turn", "bucket_mb": 0.004}),
+    (4, {"dealing": "in turn", "stage": 1, "bucket_mb": 0.001, "overlap": False}),
+    (6, {"bucket_mb": 0.004}),
     (6, {"hosts": "aaabbb", "dealing": "in turn"}),
-    (6, {"hosts": "ababab", "bucket_mb": 0.004}),
     (8, {"dealing": "in turn"}),
     (8, {"hosts": "aaaabbbb", "stage": 1}),
 ]
@@ -232,7 +229,7 @@ def random_model_hash(seed: int, dealing: str, bucket_mb: float) -> str:
     return hash_of(masters(optimizer))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_models_have_one_hash(seed: int) -> None:
     first = run_ranks(random_model_hash, 1, seed, "blocks", 8)[0]
     for ranks, dealing, bucket_mb in ((2, "in turn", 0.01), (3, "blocks", 0.001), (4, "in turn", 8)):
