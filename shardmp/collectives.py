@@ -1,9 +1,9 @@
 """Everything that crosses between ranks.
 
 Owns:      the calls of torch.distributed, the count of bytes that they send, and the memory of a failure.
-Takes:     rows of 16-bit (or FP32) elements, and the FP32 shard into which they are summed; small vectors.
-Gives:     the reduce-scatter ("fp32": 16 bits on the wire, summed in FP32 in rank order; "native": the backend's sum),
-           the all-gather in place, the verdict's all-reduce, broadcasts at start-up.
+Takes:     rows of 16-bit (or FP32) elements, and the FP32 (or FP64) shard into which they are summed; small vectors.
+Gives:     the reduce-scatter in one hop or two (along the route and in the order of `exchange`), or the backend's own
+           ("native"); the all-gather in place, the verdict's all-reduce, broadcasts at start-up.
 Invariant: after one call has failed no other is made: ranks may be a step apart, and `step` and `save` must refuse.
 """
 
@@ -153,8 +153,8 @@ class Collectives:
         """The second hop: send each host's rank of our column its row of this host's sums, and receive ours.
 
         Args:
-            sums: (hosts, shard) FP32, by host.
-            arrivals: (hosts - 1, shard) FP32, where the other hosts' sums of our row land.
+            sums: (hosts, shard) FP32 (exact: FP64), by host.
+            arrivals: (hosts - 1, shard) of the same dtype, where the other hosts' sums of our row land.
         """
         across = self.route.across
         me = across.index(self.rank)

@@ -89,10 +89,9 @@ class Roll:
         Args:
             is_broken: whether the connection to a rank of the group is broken: its system closes it when a process ends.
         """
-        self._is_broken = is_broken
         found: list[str] = []
         # A store whose host is cut off answers nothing and has no time-out of its own.
-        inquiry = threading.Thread(target=lambda: found.append(self._inquire()), daemon=True)
+        inquiry = threading.Thread(target=lambda: found.append(self._inquire(is_broken)), daemon=True)
         inquiry.start()
         inquiry.join(GRACE + LINGER)
         cause = found[0] if found else self._store_is_silent("does not answer")
@@ -109,13 +108,13 @@ class Roll:
 
     # -- the inquiry, in its thread
 
-    def _inquire(self) -> str:
+    def _inquire(self, is_broken: Callable[[int], bool]) -> str:
         try:
-            return self._ask(_store())
+            return self._ask(_store(), is_broken)
         except Exception:  # of whatever kind the store's are: the connection to it is lost
             return self._store_is_silent("is gone")
 
-    def _ask(self, store: Store) -> str:
+    def _ask(self, store: Store, is_broken: Callable[[int], bool]) -> str:
         deadline, pause = time.monotonic() + GRACE, 0.05
         silent = list(range(len(self.members)))
         while True:
@@ -126,7 +125,7 @@ class Roll:
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.4)
-        guilty = self._most_certain(store, silent)
+        guilty = self._most_certain(store, silent, is_broken)
         reasons = [self._reason(store, rank) for rank in guilty[:8]]
         if len(guilty) > 8:
             reasons.append(f"{len(guilty) - 8} more ranks are silent")
@@ -145,7 +144,7 @@ class Roll:
         half = len(ranks) // 2
         return self._silent(store, ranks[:half]) + self._silent(store, ranks[half:])
 
-    def _most_certain(self, store: Store, silent: Sequence[int]) -> Sequence[int]:
+    def _most_certain(self, store: Store, silent: Sequence[int], is_broken: Callable[[int], bool]) -> Sequence[int]:
         """Of the silent ranks those that are surely at fault; else those that nobody sees; else all, who live.
 
         With two hops a rank whose own peers still wait may be silent until its time-out, and is innocent.
@@ -154,7 +153,7 @@ class Roll:
         certain = [
             rank
             for rank in silent
-            if states[rank] in _SAID or self._is_broken(rank) or store.check([RAISED.format(self.members[rank].rank)])
+            if states[rank] in _SAID or is_broken(rank) or store.check([RAISED.format(self.members[rank].rank)])
         ]
         return certain or [rank for rank in silent if not states[rank]] or silent
 

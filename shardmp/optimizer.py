@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +26,13 @@ from .layout import Layout
 from .losses import Losses
 from .parameters import Parameters
 from .precision import Precision
+from .refusals import NoState, Refusals
 from .scaler import LossScaler
 from .update import Update
 from .verdict import Contribution, StepReport, decide
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Refusals):
     """An optimizer whose FP32 masters, moments and gradient sums are sharded over ranks. Made by `shardmp.shard`.
 
     It keeps the `param_groups` dicts of the optimizer that was handed in: schedulers made before or after act on it,
@@ -59,7 +59,7 @@ class ShardedOptimizer(Optimizer):
         # Optimizer.__init__ would copy the groups; __setstate__ (torch's own, for unpickling) takes them as they are.
         Optimizer.__setstate__(
             self,
-            {"defaults": original.defaults, "state": _NoState(), "param_groups": original.param_groups},
+            {"defaults": original.defaults, "state": NoState(), "param_groups": original.param_groups},
         )
         self.precision = precision
         self._original = original
@@ -421,55 +421,6 @@ class ShardedOptimizer(Optimizer):
         self._losses.scaler.load(counters["scaler"])
         self.report = None
         self._start_window()
-
-    # -- what an ordinary optimizer can do and this one cannot
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError(
-            "deepcopy of a ShardedOptimizer would share its collectives: copy model and optimizer before shard()"
-        )
-
-    def __getstate__(self) -> NoReturn:
-        raise RuntimeError(
-            "a ShardedOptimizer cannot be pickled, its state is sharded: use shardmp.save(directory, model, optimizer)"
-        )
-
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        # The first thing that GradScaler.step asks an optimizer for.
-        raise RuntimeError(
-            "GradScaler around a ShardedOptimizer, which scales the loss itself: leave the GradScaler out; call "
-            "optimizer.backward(loss) and optimizer.step()"
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused: the layout is fixed."""
-        raise NotImplementedError(
-            "add_param_group() after shard(): the layout of shards is fixed; give every parameter to the optimizer, frozen "
-            "or not, before shard()"
-        )
-
-    def state_dict(self) -> NoReturn:
-        """Refused: state is sharded."""
-        raise NotImplementedError(
-            "state_dict(): the state is sharded over ranks; use shardmp.save(directory, model, optimizer)"
-        )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
-        """Refused: state is sharded."""
-        raise NotImplementedError(
-            "load_state_dict(): the state is sharded over ranks; use shardmp.load(directory, model, optimizer)"
-        )
-
-
-class _NoState(defaultdict[Tensor, dict[str, Any]]):
-    """`optimizer.state`: empty, and it says so."""
-
-    def __missing__(self, parameter: Tensor) -> NoReturn:
-        raise KeyError(
-            "optimizer.state[p]: each rank holds pieces of the state; use shardmp.save(directory, model, optimizer), and "
-            "optimizer.master(name) for FP32 weights"
-        )
 
 
 def _bytes(tensor: Tensor) -> int:
