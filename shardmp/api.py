@@ -22,9 +22,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import exact, tensorcore
+from .checks import check_model, check_optimizer, check_scaler, trainable
 from .collectives import Collectives
 from .gradients import Gradients
-from .layout import Entry, plan
+from .layout import MIB, Entry, plan, usual_bucket_bytes
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer, check_max_norm
 from .parameters import Parameters
@@ -43,7 +44,7 @@ class _Options:
     reduce: str
     average: str
     max_grad_norm: float | None
-    bucket_bytes: int
+    bucket_bytes: int | None
     overlap: bool
     buffers: str
 
@@ -57,7 +58,7 @@ def shard(
     reduce: str = "fp32",
     average: str = "ranks",
     max_grad_norm: float | None = None,
-    bucket_mb: float = 8,
+    bucket_mb: float | None = None,
     overlap: bool = True,
     buffers: str = "broadcast",
     scaler: ShardedOptimizer | None = None,
@@ -83,7 +84,7 @@ def shard(
         average: "ranks": the mean over ranks of the sum of this step's backwards; "micro_batches": the mean over all.
         max_grad_norm: clip the unscaled, averaged gradient at this 2-norm; None never clips.
         bucket_mb: MiB of parameters after which a bucket is closed: larger ones send fewer messages, and hold more in
-            flight.
+            flight. None: 8, and on more than 8 ranks 1 for each, up to an eighth of the parameters and 256.
         overlap: reduce under backward and gather under the next forward; no result depends on it.
         buffers: "broadcast" gives every rank rank 0's buffers at the end of each backward; "local" leaves them alone.
         group: the process group to shard over; by default all ranks.
@@ -99,6 +100,8 @@ def shard(
     _refuse_what_is_not_there(stage, units, free_after_forward)
     world = init()
     device = world.device
+    if world.backend == "fake" and isinstance(model, nn.Module) and all(p.is_meta for p in model.parameters()):
+        device = torch.device("meta")  # a run that is only planned: everything but the numbers
     collectives = Collectives(group, device)
     collectives.at("shard()")
     policy, options, elementwise = _agree(
@@ -110,15 +113,19 @@ def shard(
     )
     if device.type == "cpu" and policy.dtype != torch.float32:
         tensorcore.enable(policy.dtype)
+    if device.type == "cuda":
+        tensorcore.accumulate_in_fp32(policy.dtype)
 
     _lift_what_stays_fp32(model, policy)
-    names, params = _trainable(model)
+    names, params = trainable(model)
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     kept = policy.fp32_parameters(model)
     entries = [
         Entry(name, p.numel(), "fp32" if name in kept else policy.param) for name, p in zip(names, params, strict=True)
     ]
-    layout = plan(entries, collectives.world_size, bucket_bytes=options.bucket_bytes, itemsize=ITEMSIZE)
+    whole = sum(entry.numel * ITEMSIZE[entry.dtype] for entry in entries)
+    size = options.bucket_bytes or usual_bucket_bytes(collectives.world_size, whole)
+    layout = plan(entries, collectives.world_size, bucket_bytes=size, itemsize=ITEMSIZE)
     _share_the_rest(model, collectives)
     for entry, p in zip(entries, params, strict=True):
         if not p.numel():
@@ -181,14 +188,16 @@ def _options(policy: Precision, values: tuple[Any, ...]) -> _Options:
     for name, (value, allowed) in choices.items():
         if isinstance(value, bool) or value not in allowed:
             raise ValueError(f"shard({name}=...): expected {' or '.join(map(repr, allowed))}, got {value!r}")
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb <= 2**14:
-        raise ValueError(f"shard(bucket_mb=...): expected MiB, above 0 and at most 16384, got {bucket_mb!r}")
+    named = bucket_mb is not None
+    if named and (isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb <= 2**14):
+        raise ValueError(f"shard(bucket_mb=...): expected MiB, above 0 and at most 16384, or None, got {bucket_mb!r}")
     if not isinstance(overlap, bool):
         raise TypeError(f"shard(overlap=...): expected True or False, got {overlap!r}")
     if reduce == "exact":
         _check_exact(policy, average)
     norm = None if max_grad_norm is None else check_max_norm(max_grad_norm)
-    return _Options(stage, reduce, average, norm, max(1, int(bucket_mb * 2**20)), overlap, buffers)
+    size = max(1, int(bucket_mb * MIB)) if named else None
+    return _Options(stage, reduce, average, norm, size, overlap, buffers)
 
 
 def _check_exact(policy: Precision, average: str) -> None:
@@ -220,9 +229,9 @@ def _agree(
     try:
         policy = as_precision(values[0])
         options = _options(policy, values[1:])
-        _check_scaler(policy, collectives, scaler)
-        _check_model(model, policy, collectives.device)
-        _check_optimizer(model, optimizer)
+        check_scaler(policy, collectives, scaler)
+        check_model(model, policy, collectives.device)
+        check_optimizer(model, optimizer)
         if options.reduce == "exact":
             exact.check_model(model, collectives.device)
         found = policy, options, probe(optimizer)
@@ -272,97 +281,6 @@ def _raise_first_difference(told: Sequence[Sequence[str]]) -> NoReturn:
     raise AssertionError("digests differ, lines do not")
 
 
-# -- the checks of one rank
-
-
-def _check_scaler(policy: Precision, collectives: Collectives, scaler: Any) -> None:
-    if scaler is None:
-        return
-    if not isinstance(scaler, ShardedOptimizer):
-        raise TypeError(f"shard(scaler=...): expected a ShardedOptimizer, got {type(scaler).__name__}")
-    if not policy.has_loss_scale or not scaler.precision.has_loss_scale:
-        raise ValueError(
-            f"shard(scaler=...): only FP16 has a loss scale to share, got precision {policy.param!r} beside "
-            f"{scaler.precision.param!r}; leave it out"
-        )
-    differing = policy.other_scale_options(scaler.precision)
-    if differing:
-        raise ValueError(
-            f"shard(scaler=...): the loss scale is that of the other optimizer, but {', '.join(differing)} differ: give both "
-            "the same Precision"
-        )
-    if not scaler.shares_ranks_with(collectives):
-        raise ValueError("shard(scaler=...): the other optimizer is sharded over other ranks, which see other verdicts")
-
-
-def _trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [name for name, _ in found], [p for _, p in found]
-
-
-def _check_model(model: nn.Module, policy: Precision, device: torch.device) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"shard(model): expected an nn.Module, got {type(model).__name__}")
-    for name, module in model.named_modules():
-        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        if isinstance(module, (ShardedModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise TypeError(f"shard(model): {where} shards or replicates already; hand in the plain model")
-        if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
-            raise TypeError(f"shard(model): {where} has no CPU kernel in torch; use BatchNorm, or train on GPUs")
-        if any(
-            isinstance(getattr(hook, "__self__", None), ShardedModule) for hook in module._forward_pre_hooks.values()
-        ):
-            raise TypeError(f"shard(model): {where} was given to shard() before; hand in a new model")
-        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise TypeError(f"shard(model): {where} makes sparse gradients; make it with sparse=False")
-    for name, p in model.named_parameters():
-        if p.is_meta:
-            raise TypeError(f"shard(model): parameter {name} is on the meta device: materialise it first")
-        if p.layout != torch.strided:
-            raise TypeError(f"shard(model): parameter {name} has layout {p.layout}; expected a dense one")
-        if p.is_quantized:
-            raise TypeError(f"shard(model): parameter {name} is quantised ({p.dtype}); expected a floating dtype")
-        if p.requires_grad and p.dtype not in DTYPES.values():
-            raise TypeError(
-                f"shard(model): parameter {name} is {p.dtype}; trainable parameters are FP32, FP16 or BF16 (masters "
-                "are FP32)"
-            )
-    if not _trainable(model)[1]:
-        raise ValueError("shard(model): no parameter requires a gradient")
-    kept = tuple(policy.fp32_modules(model))
-    if policy.dtype != torch.float32 and device.type == "cpu":
-        refused = tensorcore.refusals(model, kept, dtype=policy.dtype, autocast=policy.autocast)
-        if refused:
-            raise ValueError("shard(model): " + "; ".join(refused))
-
-
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    if isinstance(optimizer, ShardedOptimizer):
-        raise TypeError("shard(optimizer): it is sharded already")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"shard(optimizer): expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if "param_groups" not in vars(optimizer):
-        raise TypeError(f"shard(optimizer): {type(optimizer).__name__} wraps another optimizer; hand in the plain one")
-    names = {id(p): name for name, p in model.named_parameters()}
-    listed: set[int] = set()
-    for number, group in enumerate(optimizer.param_groups):
-        for position, p in enumerate(group["params"]):
-            if id(p) not in names:
-                raise ValueError(
-                    f"shard(optimizer): parameter {position} of group {number}, shape {tuple(p.shape)}, is not one of "
-                    "the model's: make the optimizer from model.parameters() after the model is final"
-                )
-            if id(p) in listed:
-                raise ValueError(f"shard(optimizer): {names[id(p)]} is listed twice")
-            listed.add(id(p))
-    missing = [name for name, p in zip(*_trainable(model), strict=True) if id(p) not in listed]
-    if missing:
-        raise ValueError(
-            f"shard(optimizer): {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} require a gradient but are in no "
-            "group: add them, or freeze them with requires_grad_(False)"
-        )
-
-
 # -- taking over
 
 
@@ -395,6 +313,8 @@ def _share_the_rest(model: nn.Module, collectives: Collectives) -> None:
 
 def _return_freed_memory() -> None:
     """Give the user's FP32 model, freed by now, back to the system: glibc keeps what lies between live blocks."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

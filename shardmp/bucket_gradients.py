@@ -8,6 +8,7 @@ Invariant: every rank cuts a bucket into the same messages, wherever its own gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from .exact import ExactShard, on_grid
-from .exchange import Part, sum_squares
-from .layout import BLOCK, UNIT, Bucket, Piece
+from .exchange import Exchange, Part, RemotePart, sum_squares
+from .layout import BLOCK, UNIT, Bucket, Piece, Slot
+from .neighbours import Remote
 
 # A gradient from this size on is sent from where autograd left it: a message of its own costs less than the copy.
 DIRECT_NUMEL = 2**18
@@ -73,26 +75,16 @@ class BucketGradients:
         self.shard = torch.zeros(bucket.shard, device=device) if self.exact is None else self.exact.narrow
         self.block_squares = torch.zeros(bucket.shard // BLOCK, device=device)
         self.flat: Tensor | None = None  # the send buffer, while this backward fills it
+        self._places: dict[int, dict[int, Tensor]] = {}  # by send buffer and parameter: where a gradient goes
         self.direct: dict[int, Tensor] = {}  # gradients sent from where they lie
         self.arrived: set[int] = set()
         # Small parameters share blocks of 1024, so their squares are summed over units of 64.
-        units: list[int] = []
-        owners: list[int] = []
-        for piece in self.pieces:
-            if self.slots[piece.param].is_small:
-                first, last = piece.offset // UNIT, (piece.offset + piece.length) // UNIT
-                units += range(first, last)
-                owners += [piece.param] * (last - first)
-        self.units = torch.tensor(units, dtype=torch.int64, device=device)
-        self.unit_squares = torch.zeros(len(units), device=device)
-        blocks = [
-            (block, piece.param)
-            for piece in self.pieces
-            if not self.slots[piece.param].is_small
-            for block in range(piece.offset // BLOCK, (piece.offset + piece.length) // BLOCK)
-        ]
-        self.blocks = torch.tensor([block for block, _ in blocks], dtype=torch.int64, device=device)
-        self.owners = torch.tensor([param for _, param in blocks] + owners, dtype=torch.int64, device=device)
+        small = [piece for piece in self.pieces if self.slots[piece.param].is_small]
+        large = [piece for piece in self.pieces if not self.slots[piece.param].is_small]
+        self.units, of_units = _spans(small, UNIT, device)
+        self.blocks, of_blocks = _spans(large, BLOCK, device)
+        self.unit_squares = torch.zeros(len(self.units), device=device)
+        self.owners = torch.cat((of_blocks, of_units))
 
     def take(self, param: int, gradient: Tensor, flat: Callable[[], Tensor]) -> None:
         """Put a parameter's gradient where it will be sent from."""
@@ -107,7 +99,15 @@ class BucketGradients:
             if whole < slot.numel:
                 flat()[slot.start + whole : slot.start + slot.numel].copy_(values[whole:])
             return
-        flat()[slot.start : slot.start + slot.numel].view(gradient.shape).copy_(gradient)
+        self._place(flat(), slot, gradient.shape).copy_(gradient)
+
+    def _place(self, flat: Tensor, slot: Slot, shape: torch.Size) -> Tensor:
+        """A slot of a send buffer in the gradient's shape: made once, since it takes longer than a small gradient's copy."""
+        places = self._places.setdefault(flat.data_ptr(), {})
+        found = places.get(slot.param)
+        if found is None:
+            found = places[slot.param] = flat[slot.start : slot.start + slot.numel].view(shape)
+        return found
 
     def rows(self, flat: Callable[[], Tensor]) -> list[list[Part]]:
         """The parts of each row, absent gradients and padding as zeros."""
@@ -142,7 +142,7 @@ class BucketGradients:
 
     def culprits(
         self,
-        rows: Sequence[Sequence[Sequence[Part]]],
+        rows: Sequence[Sequence[Sequence[Part | RemotePart]]],
         sources: Sequence[int | None],
         owners: Sequence[int],
         sums: Tensor,
@@ -159,8 +159,10 @@ class BucketGradients:
 
         Returns:
             (N + 1, 2) FP64: by source rank the counts of inf and of NaN; the last row counts pieces where the sum is
-            not finite though no row is known to be at fault.
+            not finite though no row is known to be at fault. On a GPU a bucket counts as one piece.
         """
+        if sums.device.type != "cpu":
+            return self.culprits_unseen(rows, sources, sums)
         # On the CPU the host may look for free, and a clean bucket costs one pass over its blocks' squares.
         suspects = set(map(tuple, torch.nonzero(~squares.isfinite()).tolist()))
         if not suspects:
@@ -173,8 +175,26 @@ class BucketGradients:
                     counts += self._blame(piece, [row[index] for row in rows], sources, sums[index])
         return counts
 
+    def culprits_unseen(
+        self, rows: Sequence[Sequence[Sequence[Part | RemotePart]]], sources: Sequence[int | None], sums: Tensor
+    ) -> Tensor:
+        """As `culprits`, where the host must not look at the device: one pass over everything, in every step."""
+        counts = torch.zeros(self.bucket.ranks + 1, 2, dtype=torch.float64, device=sums.device)
+        known = [(number, source) for number, source in enumerate(sources) if source is not None]
+        found = [
+            torch.stack([inf_and_nan(_extreme(part.data)) for row in rows[number] for part in row]).amax(0)
+            for number, _ in known
+        ]
+        if found:
+            by_source = torch.stack(found)
+            counts[[source for _, source in known]] = by_source
+            counts[-1] = inf_and_nan(_extreme(sums)) * ~by_source.any()
+        else:
+            counts[-1] = inf_and_nan(_extreme(sums))
+        return counts
+
     def _blame(
-        self, piece: Piece, rows: Sequence[Sequence[Part]], sources: Sequence[int | None], total: Tensor
+        self, piece: Piece, rows: Sequence[Sequence[Part | RemotePart]], sources: Sequence[int | None], total: Tensor
     ) -> Tensor:
         """1 for each source that brought an inf or a NaN into one piece of a row."""
         stop = piece.offset + piece.length
@@ -183,13 +203,32 @@ class BucketGradients:
             for part in parts:
                 low, high = max(piece.offset, part.offset), min(stop, part.offset + part.data.numel())
                 if low < high:
-                    found[number] += inf_and_nan(part.data[low - part.offset : high - part.offset])
+                    values = part.data[low - part.offset : high - part.offset]
+                    found[number] += inf_and_nan(values if isinstance(values, Tensor) else values.read())
         counts = torch.zeros(self.bucket.ranks + 1, 2, dtype=torch.float64, device=total.device)
         for number, source in enumerate(sources):
             if source is not None:
                 counts[source] = found[number].sign()
         counts[-1] = inf_and_nan(total[piece.offset : stop]) * ~found.any()
         return counts
+
+
+def _spans(pieces: Sequence[Piece], step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which spans of `step` elements of the shard lie in each piece, and the parameter that each belongs to, both int64."""
+    spans, owners = (
+        [torch.empty(0, dtype=torch.int64, device=device)],
+        [torch.empty(0, dtype=torch.int64, device=device)],
+    )
+    for piece in pieces:
+        first, last = piece.offset // step, (piece.offset + piece.length) // step
+        spans.append(torch.arange(first, last, device=device))
+        owners.append(torch.full((last - first,), piece.param, device=device))
+    return torch.cat(spans), torch.cat(owners)
+
+
+def _extreme(values: Tensor | Remote) -> Tensor:
+    """The largest magnitude, NaN where there is one: one kernel without a temporary."""
+    return torch.linalg.vector_norm(values if isinstance(values, Tensor) else values.read(), torch.inf)
 
 
 def inf_and_nan(values: Tensor) -> Tensor:
@@ -217,3 +256,31 @@ class Pool:
     def put(self, buffer: Tensor) -> None:
         """Take a buffer back."""
         self._free.append(buffer)
+
+
+class Borrowed:
+    """A buffer of a pool, seen in a shape; `buffer` where it has been taken already."""
+
+    def __init__(self, pool: Pool, shape: tuple[int, ...], buffer: Tensor | None = None) -> None:
+        self._pool = pool
+        self._buffer = pool.get() if buffer is None else buffer
+        self.tensor = self._buffer[: math.prod(shape)].view(shape)
+
+    def give_back(self) -> None:
+        """Return it to its pool."""
+        self._pool.put(self._buffer)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A bucket in one of its hops, and the buffers that the hop needs."""
+
+    bucket: BucketGradients
+    exchange: Exchange
+    borrowed: list[Borrowed]
+    total: Tensor | None = None  # of the backend's own reduction: (shard,) in the wire's dtype
+
+    def give_back(self) -> None:
+        """The hop needs its buffers no longer."""
+        for buffer in self.borrowed:
+            buffer.give_back()

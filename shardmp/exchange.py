@@ -21,8 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements of a tile of the sum: its scratch stays in the cache (512 KB in FP32), and calls cost little beside it.
+from .neighbours import Remote
+
+# Elements of a tile of the sum: its scratch stays in the cache (512 KB in FP32), and calls cost little beside it. On a GPU
+# a launch costs as much as some MB.
 TILE = 2**17
+CUDA_TILE = 2**22
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,14 @@ class Part:
 
     offset: int
     data: Tensor
+
+
+@dataclass(frozen=True)
+class RemotePart:
+    """As `Part`, where the elements lie in a neighbour's memory."""
+
+    offset: int
+    data: Remote
 
 
 @dataclass(frozen=True)
@@ -74,11 +86,17 @@ class Exchange:
 
     Attributes:
         rows: by source, in the order of the sum, and by row: the parts that make it up.
+        readers: neighbours whose memory is read for it, and which read ours.
+        read: for each of them, what says that it has read.
+        tag: the tag under which they say so.
     """
 
     works: list[Any]
-    rows: list[list[Sequence[Part]]]
+    rows: list[list[Sequence[Part | RemotePart]]]
     sent: list[Tensor] = field(default_factory=list)  # kept alive until the exchange is over
+    readers: list[int] = field(default_factory=list)
+    read: list[Any] = field(default_factory=list)
+    tag: int = 0
 
 
 class Summation:
@@ -86,13 +104,14 @@ class Summation:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._tile = TILE if device.type == "cpu" else CUDA_TILE
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         for name in ("total", "scratch"):  # FP64's come with the first exact sum
             self._buffer(name, torch.float32, 0)
 
     def __call__(
         self,
-        rows: Sequence[Sequence[Part]],
+        rows: Sequence[Sequence[Part | RemotePart]],
         out: Tensor,
         *,
         accumulate: bool,
@@ -110,8 +129,8 @@ class Summation:
         """
         dtype = out.dtype if rest is None else torch.float64
         for pieces in zip(*rows, strict=True):
-            for start in range(0, pieces[0].data.numel(), TILE):
-                stop = min(start + TILE, pieces[0].data.numel())
+            for start in range(0, pieces[0].data.numel(), self._tile):
+                stop = min(start + self._tile, pieces[0].data.numel())
                 offset = pieces[0].offset + start
                 place = out[offset : offset + stop - start]
                 total = self._buffer("total", dtype, stop - start) if accumulate or rest is not None else place
@@ -126,26 +145,32 @@ class Summation:
                 result = place if out.dtype == torch.float32 else scratch.copy_(place)
                 sum_squares(result.view(-1, 1024), blocks, scratch)
 
-    def _add(self, rows: Sequence[Tensor], total: Tensor) -> None:
-        total.copy_(self._widened(rows[0], total.dtype))
+    def _add(self, rows: Sequence[Tensor | Remote], total: Tensor) -> None:
+        total.copy_(self._widened(self._here(rows[0]), total.dtype))
         for row in rows[1:]:
-            total.add_(self._as(row, total.dtype))
+            total.add_(self._as(self._here(row), total.dtype))
+
+    def _here(self, row: Tensor | Remote) -> Tensor:
+        """A neighbour's tile is read into the cache, and only there."""
+        return row if isinstance(row, Tensor) else row.read(self._buffer("landing", row.dtype, row.numel()))
 
     def _as(self, row: Tensor, dtype: torch.dtype) -> Tensor:
-        """`row` in `dtype`: FP32 += FP16 is seven times slower than a copy into scratch and an addition."""
+        """`row` in `dtype`: on the CPU FP32 += FP16 is seven times slower than a copy into scratch and an addition."""
+        if self._device.type != "cpu":
+            return row
         row = self._widened(row, dtype)
         return row if row.dtype == dtype else self._buffer("scratch", dtype, row.numel()).copy_(row)
 
     def _widened(self, row: Tensor, dtype: torch.dtype) -> Tensor:
         """16 bits on the way to FP64 go through FP32: from 16 bits to 64, torch has no vectorised kernel."""
-        if dtype == torch.float64 and row.element_size() == 2:
+        if dtype == torch.float64 and row.element_size() == 2 and self._device.type == "cpu":
             return self._buffer("scratch", torch.float32, row.numel()).copy_(row)
         return row
 
     def _buffer(self, name: str, dtype: torch.dtype, numel: int) -> Tensor:
         found = self._buffers.get((name, dtype))
         if found is None:
-            found = torch.empty(TILE, dtype=dtype, device=self._device)
+            found = torch.empty(self._tile, dtype=dtype, device=self._device)
             self._buffers[name, dtype] = found
         return found[:numel]
 
@@ -153,7 +178,14 @@ class Summation:
 def sum_squares(blocks: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
     """The sum of squares of each row of `blocks` in FP32; a row's result depends on its own elements alone.
 
-    torch adds a row in a cascade, so that rounding grows with the logarithm of its length; a norm's kernel adds one by one.
+    On the CPU torch adds a row in a cascade, so that rounding grows with the logarithm of its length; a norm's kernel adds
+    one by one. On a GPU its order depends on the number of rows: there halves are added, rows being powers of two long.
     """
     squares = torch.mul(blocks, blocks, out=None if scratch is None else scratch.view(blocks.shape))
-    torch.sum(squares, dim=1, out=out)
+    if blocks.device.type == "cpu":
+        torch.sum(squares, dim=1, out=out)
+        return
+    while squares.size(1) > 1:
+        half = squares.size(1) // 2
+        squares = squares[:, :half] + squares[:, half:]
+    out.copy_(squares[:, 0])

@@ -7,57 +7,31 @@ Invariant: every rank launches the same buckets in the same order; when backward
 
 [Note: who owns a gradient] A hook takes `.grad` away as soon as autograd has written it. A small gradient is copied
 into the bucket's send buffer and freed. A large contiguous one is the send buffer itself: it is kept, unwritten,
-until the exchange is over. Send buffers and landing rows are pooled: as many exist as buckets were ever in flight at
-one time.
+until the exchange is over; where neighbours read it, until they say so, for which one bucket more may wait. Send
+buffers and landing rows are pooled: as many exist as buckets were ever in flight at one time.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 
 import torch
 from torch import Tensor
 
-from .bucket_gradients import BucketGradients, Pool
+from .bucket_gradients import Borrowed, BucketGradients, Flight, Pool
 from .collectives import Collectives
 from .exact import MAX_PAIRED, MAX_TERMS
-from .exchange import Exchange, Part, sum_squares
+from .exchange import Part, sum_squares
 from .layout import BLOCK, Layout
+from .ranges import in_range
 
 # Exchanges in flight before the oldest is awaited: one arrives while the next is filled.
 WINDOW = 2
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
-
-
-class _Borrowed:
-    """A buffer of a pool, seen in a shape; `buffer` where it has been taken already."""
-
-    def __init__(self, pool: Pool, shape: tuple[int, ...], buffer: Tensor | None = None) -> None:
-        self._pool = pool
-        self._buffer = pool.get() if buffer is None else buffer
-        self.tensor = self._buffer[: math.prod(shape)].view(shape)
-
-    def give_back(self) -> None:
-        self._pool.put(self._buffer)
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A bucket in one of its hops, and the buffers that the hop needs."""
-
-    bucket: BucketGradients
-    exchange: Exchange
-    borrowed: list[_Borrowed]
-
-    def give_back(self) -> None:
-        for buffer in self.borrowed:
-            buffer.give_back()
 
 
 class Gradients:
@@ -102,23 +76,24 @@ class Gradients:
         ]
         self._owner = {slot.param: found for found in self.buckets for slot in found.bucket.slots}
         self._route = collectives.route
-        self._members, hosts = len(self._route.members), self._route.num_hosts
+        self._far, hosts = collectives.far_members, self._route.num_hosts
         self._sends: dict[torch.dtype, Pool] = {}
         self._landings: dict[torch.dtype, Pool] = {}
         for dtype in {bucket.dtype for bucket in self.buckets}:
             sizes = [found.bucket for found in self.buckets if found.dtype == dtype]
             self._sends[dtype] = Pool(max(bucket.size for bucket in sizes), dtype, device)
-            landing = (self._members - 1) * hosts * max(bucket.shard for bucket in sizes)
+            landing = self._far * hosts * max(bucket.shard for bucket in sizes)
             self._landings[dtype] = Pool(landing, dtype, device)
         shard = max((bucket.shard for bucket in layout.buckets), default=0)
         # Of any bucket: where local FP32 sums land, the sums of this host's ranks, and where other hosts' sums land.
         sums = torch.float64 if exact else torch.float32
-        self._local_landings = Pool((self._members - 1) * hosts * shard, torch.float32, device)
+        self._local_landings = Pool(self._far * hosts * shard, torch.float32, device)
         self._host_sums = Pool(hosts * shard, sums, device)
         self._host_landings = Pool((hosts - 1) * shard, sums, device)
         self._owners = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(b.owners for b in self.buckets)])
-        self._flying: list[_Flight] = []  # in the first hop, or in the only one
-        self._crossing: list[_Flight] = []  # in the second
+        self._flying: list[Flight] = []  # in the first hop, or in the only one
+        self._crossing: list[Flight] = []  # in the second
+        self._read: list[Flight] = []  # summed here; neighbours may not have read all of our rows
         self._next = 0
         self.in_backward = False
         self.backwards = 0
@@ -225,13 +200,17 @@ class Gradients:
             local.view(gradient.shape).add_(gradient)
         else:
             bucket.take(index, gradient, lambda: self._flat(bucket))
-        if self.synchronising:
+        if self.synchronising and not self._must_keep_order():
             self._launch_complete()
+
+    def _must_keep_order(self) -> bool:
+        """NCCL knows no tags: models under one loss, which backward reaches in any order, are launched at its end."""
+        return self._collectives.device.type == "cuda" and len(self.peers()) > 1
 
     def _flat(self, bucket: BucketGradients) -> Tensor:
         if bucket.flat is None:
             bucket.flat = self._sends[bucket.dtype].get()
-        return bucket.flat[: bucket.bucket.size]
+        return bucket.flat
 
     def _local_sum(self, bucket: BucketGradients) -> Tensor:
         found = self._local[bucket.bucket.index]
@@ -252,10 +231,7 @@ class Gradients:
         if self.synchronising:
             while self._next < len(self.buckets):
                 self._launch(self.buckets[self._next])
-            while self._flying:
-                self._land()
-            while self._crossing:
-                self._land_from_hosts()
+            self._land_all()
             self.reduced = True
             self._local = [None] * len(self.buckets)
             self._locally_summed = False
@@ -263,50 +239,74 @@ class Gradients:
         for then in self.at_end:
             then()
 
+    @in_range("shardmp.reduce")
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land()
+        while self._crossing:
+            self._land_from_hosts()
+        while self._read:
+            self._take_back()
+
+    @in_range("shardmp.reduce")
     def _launch(self, bucket: BucketGradients) -> None:
         self._next += 1
         local = self._local_sum(bucket) if self._locally_summed else None
         if self.native:
-            self._reduce_native(bucket, local)
-            return
-        shape = (self._members - 1, self._route.num_hosts, bucket.bucket.shard)
-        landing = _Borrowed(self._landings[bucket.dtype] if local is None else self._local_landings, shape)
+            self._flying.append(self._launch_native(bucket, local))
+        else:
+            self._flying.append(self._launch_exchange(bucket, local))
+        bucket.flat, bucket.direct = None, {}
+        while len(self._flying) > self.window:
+            self._land()
+
+    def _launch_exchange(self, bucket: BucketGradients, local: Tensor | None) -> Flight:
+        shape = (self._far, self._route.num_hosts, bucket.bucket.shard)
+        landing = Borrowed(self._landings[bucket.dtype] if local is None else self._local_landings, shape)
         if local is not None:
             rows = [[Part(0, row)] for row in local.view(bucket.bucket.ranks, -1)]
         else:
             rows = bucket.rows(lambda: self._flat(bucket))
         exchange = self._collectives.start_exchange(bucket.bucket.index, rows, landing.tensor)
-        borrowed = (
-            [landing] if bucket.flat is None else [landing, _Borrowed(self._sends[bucket.dtype], (), bucket.flat)]
-        )
-        self._flying.append(_Flight(bucket, exchange, borrowed))
-        bucket.flat, bucket.direct = None, {}
-        while len(self._flying) > self.window:
-            self._land()
+        return Flight(bucket, exchange, [landing, *self._borrowed_flat(bucket)])
+
+    def _launch_native(self, bucket: BucketGradients, local: Tensor | None) -> Flight:
+        if local is None:
+            bucket.rows(lambda: self._flat(bucket))
+        flat = self._flat(bucket)[: bucket.bucket.size] if local is None else local
+        total = torch.empty(bucket.bucket.shard, dtype=flat.dtype, device=flat.device)
+        exchange = self._collectives.start_native(flat.view(bucket.bucket.ranks, -1), total)
+        return Flight(bucket, exchange, self._borrowed_flat(bucket), total)
+
+    def _borrowed_flat(self, bucket: BucketGradients) -> list[Borrowed]:
+        return [] if bucket.flat is None else [Borrowed(self._sends[bucket.dtype], (), bucket.flat)]
 
     def _land(self) -> None:
         """The oldest exchange is awaited and summed; where there is a second hop, its sums go across."""
         flight = self._flying.pop(0)
+        if flight.total is not None:
+            self._add_native(flight, flight.total)
+            return
         if self._route.num_hosts == 1:
             self._sum_shard(flight, self._route.members)
             return
         bucket, hosts = flight.bucket, self._route.num_hosts
-        sums = _Borrowed(self._host_sums, (hosts, bucket.bucket.shard))
+        sums = Borrowed(self._host_sums, (hosts, bucket.bucket.shard))
         squares = torch.empty(hosts, bucket.bucket.shard // BLOCK, device=sums.tensor.device)
         self._collectives.finish_exchange(flight.exchange, sums.tensor, accumulate=False, squares=squares)
         rows, members = flight.exchange.rows, self._route.members
         self._blame(bucket.culprits(rows, members, self._route.across, sums.tensor, squares))
-        flight.give_back()
-        landing = _Borrowed(self._host_landings, (hosts - 1, bucket.bucket.shard))
+        self._have_read(flight)
+        landing = Borrowed(self._host_landings, (hosts - 1, bucket.bucket.shard))
         exchange = self._collectives.start_crossing(bucket.bucket.index, sums.tensor, landing.tensor)
-        self._crossing.append(_Flight(bucket, exchange, [sums, landing]))
+        self._crossing.append(Flight(bucket, exchange, [sums, landing]))
         while len(self._crossing) > self.window:
             self._land_from_hosts()
 
     def _land_from_hosts(self) -> None:
         self._sum_shard(self._crossing.pop(0), [None] * self._route.num_hosts)
 
-    def _sum_shard(self, flight: _Flight, sources: Sequence[int | None]) -> None:
+    def _sum_shard(self, flight: Flight, sources: Sequence[int | None]) -> None:
         bucket, exact = flight.bucket, flight.bucket.exact
         # Where the step before had several backwards, splitting the sums would be a detour.
         wide = self.reduced or not self._one_expected or self.layout.ranks > MAX_PAIRED
@@ -322,16 +322,23 @@ class Gradients:
         self._blame(
             bucket.culprits(flight.exchange.rows, sources, [self._collectives.rank], shard.view(1, -1), squares)
         )
+        self._have_read(flight)
+
+    def _have_read(self, flight: Flight) -> None:
+        """The rows of a hop are used up here; ours are, once the neighbours say so."""
+        self._collectives.say_read(flight.exchange)
+        self._read.append(flight)
+        while len(self._read) > self._collectives.unread:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        flight = self._read.pop(0)
+        self._collectives.wait_until_read(flight.exchange)
         flight.give_back()
 
-    def _reduce_native(self, bucket: BucketGradients, local: Tensor | None) -> None:
-        if local is not None:
-            flat = local
-        else:
-            bucket.rows(lambda: self._flat(bucket))
-            flat = self._flat(bucket)
-        total = torch.empty(bucket.bucket.shard, dtype=flat.dtype, device=flat.device)
-        self._collectives.reduce_native(flat.view(bucket.bucket.ranks, -1), total)
+    def _add_native(self, flight: Flight, total: Tensor) -> None:
+        bucket = flight.bucket
+        self._collectives.finish_native(flight.exchange)
         if self.reduced:
             bucket.shard.add_(total.float())
         else:
@@ -340,9 +347,7 @@ class Gradients:
         bucket.square_units()
         shard, squares = bucket.shard.view(1, -1), bucket.block_squares.view(1, -1)
         self._blame(bucket.culprits([], [], [self._collectives.rank], shard, squares))  # the sum hides who brought what
-        if bucket.flat is not None:
-            self._sends[bucket.flat.dtype].put(bucket.flat)
-            bucket.flat = None
+        flight.give_back()
 
     def _blame(self, counts: Tensor | None) -> None:
         if counts is not None:

@@ -250,7 +250,7 @@ def build(request: Request, place: Place | None, environ: Mapping[str, str]) -> 
     restarts = request.max_restarts
     if restarts is None:
         restarts = DEFAULT_ELASTIC_RESTARTS if low != high else 0
-    arguments = [sys.executable, "-m", "torch.distributed.run", "--nnodes", request.nnodes.strip()]
+    arguments = [sys.executable, "-m", "shardmp.torchrun", "--nnodes", request.nnodes.strip()]
     arguments += ["--nproc-per-node", request.nproc_per_node, "--max-restarts", str(restarts)]
     environment: dict[str, str] = {}
     remarks: list[str] = []

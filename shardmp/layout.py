@@ -22,11 +22,22 @@ from functools import cached_property
 
 BLOCK = 1024
 UNIT = 64
+MIB = 2**20
 
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+def usual_bucket_bytes(ranks: int, whole: int) -> int:
+    """The size of a bucket where the user names none, for `whole` bytes of parameters.
+
+    8 MiB; on more than 8 ranks 1 MiB for each, so that messages don't shrink to what their overhead costs. But no more
+    than an eighth of the parameters, since overlap needs several buckets, nor than 256 MiB: about five are in flight. Never
+    less than 16 KiB for each, since a shard has at least 1024 elements, and the rest would be padding.
+    """
+    return max(8 * MIB, ranks * MIB // 64, min(ranks * MIB, whole // 8, 256 * MIB))
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Losses:
         for user in users:
             user.used_scale = self.scaler.scale
         scaled = loss.float() * self.scaler.scale
-        value = loss.detach().double()
+        value = loss.detach().reshape(()).to(self.sums.device, torch.float64, non_blocking=True)
 
         def reached(gradient: Tensor) -> None:  # the first thing that a backward through this loss does
             for user in self._users():

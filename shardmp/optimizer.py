@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,13 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import budgeting
+from . import budgeting, heartbeat
 from .collectives import Collectives
 from .gradients import Gradients
+from .launcher import local_rank_of
 from .layout import Layout
 from .losses import Losses
 from .parameters import Parameters
 from .precision import Precision
+from .ranges import named_range
 from .refusals import NoState, Refusals
 from .scaler import LossScaler
 from .update import Update
@@ -76,6 +79,7 @@ class ShardedOptimizer(Refusals):
         self._skipped = torch.zeros((), dtype=torch.int64, device=collectives.device)
         self._average = average
         self._clip_once: float | None = None
+        self._heartbeat = heartbeat.start(collectives.rank, local_rank_of(os.environ), os.environ)
         self._steps = 0
         self._max_grad_norm = max_grad_norm
         self.report: StepReport | None = None
@@ -193,9 +197,11 @@ class ShardedOptimizer(Refusals):
         )
         left_out = self._update.left_out(verdict, self._gradients.absent())
         for index in reversed(range(len(self._layout.buckets))):  # in the order in which the next forward reads them
-            self._gradients.round(index)
-            self._update.step_bucket(index, verdict, left_out)
+            with named_range("shardmp.update"):
+                self._gradients.round(index)
+                self._update.step_bucket(index, verdict, left_out)
             self._parameters.publish(index)
+        self._parameters.finish_publishing()
         self._parameters.note_versions()
         scaler = self._losses.scaler
         scaler.update(verdict.found_inf, verdict.loss_not_finite)
@@ -207,6 +213,7 @@ class ShardedOptimizer(Refusals):
         self._clip_once = None
         self._start_window()
         torch.clear_autocast_cache()  # an autocast region around the whole loop would keep old weights
+        self._heartbeat.beat()
         return self.report if closure is None else value
 
     def _contribution(self, divide_by: float | Tensor | None) -> Contribution:
@@ -368,6 +375,7 @@ class ShardedOptimizer(Refusals):
             local_sums=False,
             sum_itemsize=self._gradients.sum_itemsize,
             hosts=self._gradients.num_hosts,
+            neighbours=0 if self._gradients.native else len(self._collectives.neighbours),
         )
 
     def wire_bytes(self) -> int:

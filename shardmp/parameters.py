@@ -6,15 +6,16 @@ Gives:     parameters that are the rounding of the masters wherever they are rea
 Invariant: nobody reads a bucket that is not READY through the wrapper; a write is seen by autograd's version counters.
 
 [Note: who writes a bucket] In `step` the owner rounds its master shard into its own row, and the peers' rows arrive
-in place. From then until `ready` the bucket is GATHERING. `p.data = view` gives a parameter a version counter of its
-own, so each publication bumps the counters by hand: a backward through a forward of before the step raises, as it
-does in plain torch.
+in place: neighbours' before `step` returns, others from then until `ready`, while the bucket is GATHERING. `p.data =
+view` gives a parameter a version counter of its own, so each publication bumps the counters by hand: a backward
+through a forward of before the step raises, as it does in plain torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from .collectives import Collectives
 from .exchange import TILE
 from .layout import Bucket, Layout
+from .ranges import in_range, named_range
 
 FP16_LIMIT = 65520.0  # the smallest magnitude that rounds to inf; 65504 is the largest number
 
@@ -45,8 +47,10 @@ class BucketParameters:
         self.own = flat.view(bucket.ranks, -1)[rank]
         self.state = State.READY
         self.works: list[Any] = []
+        self._in_cache = flat.device.type == "cpu"
         tiles = -(-bucket.shard // TILE)
-        self.extremes = torch.zeros(tiles, 2, device=flat.device)  # (min, max) of each tile of the masters
+        self.extremes = torch.zeros(tiles, 2, device=flat.device)  # (min, max) of each tile of the masters; on the CPU
+        self.pieces = bucket.pieces(rank)
 
     @property
     def is_rounded(self) -> bool:
@@ -56,6 +60,9 @@ class BucketParameters:
     def round(self) -> None:
         """Put the rounding of the masters into this rank's row, and note how large they are."""
         if not self.is_rounded:
+            return
+        if not self._in_cache:
+            self.own.copy_(self.master)
             return
         for tile, start in enumerate(range(0, self.bucket.shard, TILE)):
             masters = self.master[start : start + TILE]
@@ -106,6 +113,7 @@ class Parameters:
             (p, home, name, name.rpartition(".")[2], p.data_ptr())
             for p, home, name in zip(parameters, homes, names, strict=True)
         ]
+        self._addresses = collectives.gather_objects([found.flat.data_ptr() for found in self.buckets])
         self._versions: list[int] = []
         self.note_versions()
 
@@ -116,7 +124,7 @@ class Parameters:
             for slot in bucket.slots:
                 whole[slot.start : slot.start + slot.numel].copy_(parameters[slot.param].detach().reshape(-1))
         self._collectives.broadcast(whole)
-        if dtype == torch.float16:
+        if dtype == torch.float16 and not whole.is_meta:
             self._refuse_too_large(bucket, whole)
         flat = whole if dtype == torch.float32 else whole.to(dtype)
         own = whole.view(bucket.ranks, -1)[rank]
@@ -140,8 +148,10 @@ class Parameters:
 
     # -- publishing
 
+    @in_range("shardmp.gather")
     def publish(self, index: int) -> None:
         """The masters of one bucket are updated: round them, and let every rank have them."""
+        self.ready(index)  # nobody has read it since the step before
         found = self.buckets[index]
         found.round()
         torch.autograd.graph.increment_version(found.params)
@@ -149,15 +159,22 @@ class Parameters:
         if found.works:
             found.state = State.GATHERING
             self.gathering.add(index)
+
+    @in_range("shardmp.gather")
+    def finish_publishing(self) -> None:
+        """Every bucket is published: take the neighbours' rows, and wait for the others' where nothing is to overlap."""
+        rows = [found.flat.view(found.bucket.ranks, -1) for found in self.buckets]
+        self._collectives.read_neighbours_rows(rows, self._addresses)
         if not self._overlap:
-            self.ready(index)
+            self.all_ready()
 
     def ready(self, index: int) -> None:
         """Wait until one bucket is READY."""
         found = self.buckets[index]
         if found.state is State.GATHERING:
             works, found.works = found.works, []
-            self._collectives.finish_gather(works)
+            with named_range("shardmp.forward_wait"):
+                self._collectives.finish_gather(works)
             found.state = State.READY
             self.gathering.discard(index)
 
@@ -209,16 +226,38 @@ class Parameters:
     def too_large(self) -> Tensor:
         """1 + the index of a parameter whose master FP16 cannot hold, as 0-dim FP64; 0 where there is none."""
         found = torch.zeros((), dtype=torch.float64, device=self._collectives.device)
+        if self._collectives.device.type != "cpu":
+            return self.too_large_unseen()
         for bucket in self.buckets:
             # On the CPU the host may look for free; nothing is read where no tile is too large.
             tiles = torch.nonzero((bucket.extremes.abs() >= FP16_LIMIT).any(1)).view(-1).tolist()
             for tile in tiles:
-                for piece in bucket.bucket.pieces(self._collectives.rank):
+                for piece in bucket.pieces:
                     low = max(piece.offset, tile * TILE)
                     high = min(piece.offset + piece.hi - piece.lo, (tile + 1) * TILE)
                     if low < high and bool((bucket.master[low:high].abs() >= FP16_LIMIT).any()):
                         found.fill_(piece.param + 1)
         return found
+
+    def too_large_unseen(self) -> Tensor:
+        """As `too_large`, where the host must not look at the device: such a master was rounded to inf."""
+        rows, numbers = self._rounded_pieces
+        if not rows:
+            return torch.zeros((), dtype=torch.float64, device=numbers.device)
+        extremes = torch.stack(torch._foreach_norm(rows, torch.inf))
+        return torch.where(extremes.isinf(), numbers, torch.zeros_like(numbers)).amax()
+
+    @cached_property
+    def _rounded_pieces(self) -> tuple[list[Tensor], Tensor]:
+        """This rank's pieces in FP16, and 1 + the index of each one's parameter."""
+        found = [
+            (bucket.own[piece.offset : piece.offset + piece.hi - piece.lo], piece.param + 1)
+            for bucket in self.buckets
+            if bucket.flat.dtype == torch.float16
+            for piece in bucket.pieces
+        ]
+        numbers = torch.tensor([number for _, number in found], dtype=torch.float64)
+        return [row for row, _ in found], numbers.to(self._collectives.device)
 
     def renew_masters(self) -> None:
         """The whole parameters were written: take this rank's masters from them, where they are not the same number.

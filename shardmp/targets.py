@@ -230,6 +230,7 @@ class Targets:
         parameters = self._parameters
         for index in reversed(range(len(parameters.buckets))):
             parameters.publish(index)
+        parameters.finish_publishing()
         parameters.all_ready()
         parameters.note_versions()
         if self._optimizer is None:

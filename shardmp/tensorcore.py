@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["disable", "enable", "is_enabled", "refusals"]
+__all__ = ["accumulate_in_fp32", "disable", "enable", "is_enabled", "refusals"]
 
 Kernel = Callable[..., Any]
 
@@ -75,6 +75,13 @@ def enable(dtype: torch.dtype) -> bool:
             _library = _register()
         _active.add(dtype)
     return True
+
+
+def accumulate_in_fp32(dtype: torch.dtype) -> None:
+    """Lets cuBLAS add the parts of a long FP16 or BF16 sum in FP32 too, in this process; by default it may use 16 bits."""
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+    if name is not None:
+        setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", False)
 
 
 def is_enabled(dtype: torch.dtype) -> bool:

@@ -55,6 +55,8 @@ def takes_flags(optimizer: Optimizer) -> bool:
     if type(optimizer) not in (Adam, AdamW, Adagrad, SGD):
         return False
     for group in optimizer.param_groups:
+        if any(p.is_meta for p in group["params"]):  # there are no kernels to take them
+            return False
         chosen = group.get("fused") or (group.get("fused") is None and group.get("foreach") is None)
         if not chosen or group.get("differentiable"):
             return False
@@ -84,9 +86,11 @@ def probe(optimizer: Optimizer) -> set[str]:
     for number, group in enumerate(optimizer.param_groups):
         options = _probe_options(group)
         torch_state = torch.random.get_rng_state()
-        generator = torch.Generator().manual_seed(20180215)
-        start = torch.randn(64, 128, generator=generator)
-        gradients = [torch.randn(64, 128, generator=generator) for _ in range(2)]
+        generator = torch.Generator("cpu").manual_seed(20180215)
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        device = torch.device("cpu") if device.type == "meta" else device
+        start = torch.randn(64, 128, generator=generator, device="cpu").to(device)
+        gradients = [torch.randn(64, 128, generator=generator, device="cpu").to(device) for _ in range(2)]
         try:
             whole, found = _trial(optimizer, options, start, gradients, [(0, 8192)], as_matrix=True)
             pieces, _ = _trial(optimizer, options, start, gradients, [(0, 704), (704, 8192)], as_matrix=False)
@@ -137,7 +141,7 @@ def _trial(
         trial = fresh_copy(optimizer, [{**options, "params": [parameter]}])
         if isinstance(optimizer, Adagrad):
             trial.state[parameter] = {
-                "step": torch.tensor(0.0),
+                "step": torch.tensor(0.0, device=parameter.device),
                 "sum": torch.full_like(parameter, options["initial_accumulator_value"]),
             }
         for gradient in gradients:
@@ -184,6 +188,7 @@ class Update:
         self.groups = optimizer.param_groups
         self.elementwise = frozenset(elementwise)
         self.on_device = takes_flags(optimizer)
+        self._device = params[0].device
         self.inner = fresh_copy(optimizer, [{**_options(group), "params": []} for group in self.groups])
         group_of = {id(p): index for index, group in enumerate(self.groups) for p in group["params"]}
         self.tiles: list[list[Tile]] = []  # by bucket
@@ -230,10 +235,16 @@ class Update:
                     flat[: cut.numel()].copy_(cut)
                     own[key] = flat
                 else:
-                    own[key] = value.clone() if isinstance(value, Tensor) else value
+                    own[key] = self._whole(value)
             self.inner.state[tile.parameter] = own
             self._join_state(tile)
         optimizer.state.clear()
+
+    def _whole(self, value: Any) -> Any:
+        """A piece's own copy of what is not cut; fused kernels take their step counts from where the parameters are."""
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(self._device, copy=True) if self.on_device else value.clone()
 
     def _make_state(self) -> None:
         """Give every piece the state that torch would give it at its first step."""
@@ -285,7 +296,7 @@ class Update:
             flat, rest = states.get(tile.piece, ({}, {}))
             numel = tile.parameter.numel()
             own: dict[str, Any] = {key: value[tile.start : tile.start + numel] for key, value in flat.items()}
-            own |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in rest.items()}
+            own |= {key: self._whole(value) for key, value in rest.items()}
             self.inner.state.pop(tile.parameter, None)
             if own:
                 self.inner.state[tile.parameter] = own

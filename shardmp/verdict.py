@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .collectives import Collectives
+from .ranges import in_range
 
 BIN_UNITS = tuple(2.0**exponent for exponent in range(60, -149, -26))
 
@@ -167,6 +168,7 @@ class Verdict:
         return {index for index, count in enumerate(had) if not count}
 
 
+@in_range("shardmp.verdict")
 def decide(
     own: Contribution,
     collectives: Collectives,
@@ -183,14 +185,34 @@ def decide(
     too_large, divide_by = torch.zeros(2, ranks, dtype=torch.float64, device=device)
     too_large[rank] = own.too_large
     if own.divide_by is not None:
-        divide_by[rank] = own.divide_by
-    host = torch.tensor([*map(float, own.had_gradient)], dtype=torch.float64).to(device, non_blocking=True)
+        divide_by[rank : rank + 1] = own.divide_by
+    pinned = device.type == "cuda"  # or the copy would wait
+    host = torch.tensor([*map(float, own.had_gradient)], dtype=torch.float64, device="cpu", pin_memory=pinned)
+    host = host.to(device, non_blocking=True)
     stop = torch.full((1,), float(own.stop), dtype=torch.float64, device=device)
     vector = torch.cat(
         (exact_sum_bins(own.squares), squares, host, own.brought.view(-1), own.losses, stop, too_large, divide_by)
     )
     collectives.all_reduce(vector)
     return Verdict(vector, lanes, scale, average, max_grad_norm)
+
+
+class _OnItsWay:
+    """A vector that is copied to the host from now on: reading it waits for what was enqueued before, and nothing after."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._host = vector
+        if vector.is_cuda:
+            self._host = torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(vector, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def numbers(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.tolist()
 
 
 class StepReport:
@@ -212,12 +234,12 @@ class StepReport:
         self._names = names
         self._lanes = verdict.lanes
         extra = torch.stack((verdict.norm, verdict.scale.double(), verdict.found_inf.double(), hopeless.double()))
-        self._device = torch.cat((extra, verdict.vector))
+        self._numbers = _OnItsWay(torch.cat((extra, verdict.vector)))
         self._host: list[float] | None = None
 
     def _read(self) -> list[float]:
         if self._host is None:
-            self._host = self._device.tolist()
+            self._host = self._numbers.numbers()
         return self._host
 
     def _lane(self, name: str) -> Sequence[float]:

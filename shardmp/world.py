@@ -87,7 +87,10 @@ def init(
     if dist.is_initialized():
         used, local_rank = str(dist.get_backend()), local_rank_of(os.environ)
         _report_exceptions()
-        return World(dist.get_rank(), dist.get_world_size(), local_rank, _device(local_rank, used), used, _host())
+        device = _device(local_rank, used)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # NCCL takes the current one; its default is GPU 0 on every rank
+        return World(dist.get_rank(), dist.get_world_size(), local_rank, device, used, _host())
     launched = detect(os.environ)
     if launched.world_size == 1 and launched.master is None:
         return World(0, 1, 0, _device(0, backend), None, _host())
@@ -249,6 +252,8 @@ def control_group(
     registry = dist.distributed_c10d._world
     parent = group or dist.group.WORLD
     assert parent is not None  # the caller has a process group
+    if dist.get_backend(parent) == "fake":  # torch's, of one process that plays a rank of many: nobody to connect to
+        return parent
     ranks = dist.get_process_group_ranks(parent)
     members = hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()[:8]
     name: Any = f"shardmp/{purpose}/{parent.group_name}/{members}"

@@ -6,13 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmp
 from shardmp.collectives import Collectives
+from shardmp.neighbours import SWITCH, Neighbours
 
 
 class Weights(nn.Module):
@@ -70,12 +74,17 @@ class _Late:
 
 @contextlib.contextmanager
 def late_gathers() -> Iterator[None]:
-    """Until a gather is awaited, the peers' rows hold NaN: a read that does not wait shows at once, and always."""
-    start_gather = Collectives.start_gather
+    """Until a gather is awaited, the peers' rows hold NaN: a read that does not wait shows at once, and always.
+
+    Rows come through sockets, as from another host: those of neighbours are there when `step` returns.
+    """
+    start_gather, read_rows = Collectives.start_gather, Collectives.read_neighbours_rows
 
     def start(self: Collectives, tag: int, rows: Tensor) -> list[Any]:
         arriving = rows.clone()
+        neighbours, self.neighbours = self.neighbours, Neighbours()
         works = start_gather(self, tag, arriving)
+        self.neighbours = neighbours
         moves = []
         for peer in range(self.world_size):
             if peer != self.rank:
@@ -84,10 +93,39 @@ def late_gathers() -> Iterator[None]:
         return [_Late(works, moves)] if works else []
 
     Collectives.start_gather = start  # type: ignore[method-assign]
+    Collectives.read_neighbours_rows = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         Collectives.start_gather = start_gather  # type: ignore[method-assign]
+        Collectives.read_neighbours_rows = read_rows  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def through_sockets() -> Iterator[None]:
+    """Models that are sharded here send rows through sockets, on one host too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "0")
+        yield
+
+
+class OnDevice(TorchFunctionMode):
+    """Tensors that a test makes without naming a device lie on this one, with the values that they have on the CPU.
+
+    `torch.set_default_device` would refuse the generators of the CPU that most tests seed.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = torch.device(device)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _device_constructors() or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is None:
+            return func(*args, **{**kwargs, "device": self._device})
+        return func(*args, **kwargs).to(self._device)
 
 
 class Calls(TorchDispatchMode):

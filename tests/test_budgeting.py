@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import sharded
+from helpers import sharded, through_sockets
 from ranks import on_ranks
 from torch import nn
 
@@ -82,7 +82,8 @@ def test_stage_1_holds_whole_fp32_sums_only_under_no_sync(world_size: int) -> No
 def test_bytes_on_the_wire_read_from_the_interface_are_the_ideal(world_size: int) -> None:
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(12)))
     psi = sum(p.numel() for p in model.parameters())
-    wrapped, optimizer = sharded(model, torch.optim.AdamW, 0.01, bucket_mb=2)
+    with through_sockets():
+        wrapped, optimizer = sharded(model, torch.optim.AdamW, 0.01, bucket_mb=2)
 
     def step() -> None:
         optimizer.backward(wrapped(torch.ones(1, 512)).mean())

@@ -71,7 +71,7 @@ def refusal(*arguments: str) -> str:
 def as_torchrun_reads(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchConfig, list[str]]:
     """The installed torchrun's own reading of a command line, and the command of a rank."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # or torchrun sets it, in this process
-    assert list(command[:3]) == [sys.executable, "-m", "torch.distributed.run"]
+    assert list(command[:3]) == [sys.executable, "-m", "shardmp.torchrun"]
     config, _, worker = config_from_args(parse_args(command[3:]))
     return config, worker
 

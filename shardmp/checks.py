@@ -1,0 +1,124 @@
+"""What one rank checks before it tells the others anything: the model, the optimizer, and a scaler to share.
+
+Owns nothing. Takes what the user gave to `shard`. Gives errors that name the module, parameter or option, what was expected
+and what came. Invariant: nothing is sent and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from . import tensorcore
+from .collectives import Collectives
+from .module import ShardedModule
+from .optimizer import ShardedOptimizer
+from .precision import DTYPES, Precision
+
+
+def check_scaler(policy: Precision, collectives: Collectives, scaler: Any) -> None:
+    if scaler is None:
+        return
+    if not isinstance(scaler, ShardedOptimizer):
+        raise TypeError(f"shard(scaler=...): expected a ShardedOptimizer, got {type(scaler).__name__}")
+    if not policy.has_loss_scale or not scaler.precision.has_loss_scale:
+        raise ValueError(
+            f"shard(scaler=...): only FP16 has a loss scale to share, got precision {policy.param!r} beside "
+            f"{scaler.precision.param!r}; leave it out"
+        )
+    differing = policy.other_scale_options(scaler.precision)
+    if differing:
+        raise ValueError(
+            f"shard(scaler=...): the loss scale is that of the other optimizer, but {', '.join(differing)} differ: give both "
+            "the same Precision"
+        )
+    if not scaler.shares_ranks_with(collectives):
+        raise ValueError("shard(scaler=...): the other optimizer is sharded over other ranks, which see other verdicts")
+
+
+def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, _ in found], [p for _, p in found]
+
+
+def check_model(model: nn.Module, policy: Precision, device: torch.device) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard(model): expected an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        if isinstance(module, (ShardedModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise TypeError(f"shard(model): {where} shards or replicates already; hand in the plain model")
+        if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
+            raise TypeError(f"shard(model): {where} has no CPU kernel in torch; use BatchNorm, or train on GPUs")
+        if any(
+            isinstance(getattr(hook, "__self__", None), ShardedModule) for hook in module._forward_pre_hooks.values()
+        ):
+            raise TypeError(f"shard(model): {where} was given to shard() before; hand in a new model")
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise TypeError(f"shard(model): {where} makes sparse gradients; make it with sparse=False")
+    for name, p in model.named_parameters():
+        if p.is_meta and device.type != "meta":
+            raise TypeError(f"shard(model): parameter {name} is on the meta device: materialise it first")
+        if p.layout != torch.strided:
+            raise TypeError(f"shard(model): parameter {name} has layout {p.layout}; expected a dense one")
+        if p.is_quantized:
+            raise TypeError(f"shard(model): parameter {name} is quantised ({p.dtype}); expected a floating dtype")
+        if p.requires_grad and p.dtype not in DTYPES.values():
+            raise TypeError(
+                f"shard(model): parameter {name} is {p.dtype}; trainable parameters are FP32, FP16 or BF16 (masters "
+                "are FP32)"
+            )
+    _check_statistics(model, policy)
+    if not trainable(model)[1]:
+        raise ValueError("shard(model): no parameter requires a gradient")
+    kept = tuple(policy.fp32_modules(model))
+    if policy.dtype != torch.float32 and device.type == "cpu":
+        refused = tensorcore.refusals(model, kept, dtype=policy.dtype, autocast=policy.autocast)
+        if refused:
+            raise ValueError("shard(model): " + "; ".join(refused))
+
+
+def _check_statistics(model: nn.Module, policy: Precision) -> None:
+    kept = policy.fp32_parameters(model)
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.modules.batchnorm._BatchNorm)
+            and module.track_running_stats
+            and policy.param != "fp32"
+        ):
+            inside = [f"{name}.{inner}" if name else inner for inner, p in module.named_parameters() if p.requires_grad]
+            if set(inside) - set(kept):
+                raise ValueError(
+                    f"shard(model): {name} ({type(module).__name__}) has FP32 statistics, and torch has no kernel for 16-bit "
+                    f"weights beside them: keep it in FP32 with keep_fp32=({name!r},)"
+                )
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, ShardedOptimizer):
+        raise TypeError("shard(optimizer): it is sharded already")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"shard(optimizer): expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if "param_groups" not in vars(optimizer):
+        raise TypeError(f"shard(optimizer): {type(optimizer).__name__} wraps another optimizer; hand in the plain one")
+    names = {id(p): name for name, p in model.named_parameters()}
+    listed: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for position, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise ValueError(
+                    f"shard(optimizer): parameter {position} of group {number}, shape {tuple(p.shape)}, is not one of "
+                    "the model's: make the optimizer from model.parameters() after the model is final"
+                )
+            if id(p) in listed:
+                raise ValueError(f"shard(optimizer): {names[id(p)]} is listed twice")
+            listed.add(id(p))
+    missing = [name for name, p in zip(*trainable(model), strict=True) if id(p) not in listed]
+    if missing:
+        raise ValueError(
+            f"shard(optimizer): {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} require a gradient but are in no "
+            "group: add them, or freeze them with requires_grad_(False)"
+        )

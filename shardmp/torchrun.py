@@ -1,0 +1,54 @@
+"""torchrun with an exit code that says how it ended.
+
+Owns:      the exit code of `shardmp launch`.
+Takes:     torchrun's arguments.
+Gives:     143 where the ranks were stopped by SIGTERM and left in time, 137 where one had to be killed, and torchrun's
+           own code (0, or 1 with its table of failures) in every other case.
+Invariant: torchrun itself does all the rest: processes, signals, output.
+
+torchrun ends with 1 after a SIGTERM whether its ranks have saved and left, were killed while they saved, or had failed
+before: whoever restarts jobs (a batch script, Docker, Kubernetes) could not tell a preemption from a crash.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+STOPPED = 128 + signal.SIGTERM  # what a rank leaves with when it has saved because of SIGTERM
+KILLED = 128 + signal.SIGKILL
+
+
+class _Killings(logging.Handler):
+    """Notes whether torchrun had to kill a rank that did not leave in time: it says so in its log alone."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen = self.seen or "forcefully exiting" in str(record.msg)
+
+
+def main() -> None:
+    """Run torchrun with this process's arguments, and end with the exit code that says how it went."""
+    killings = _Killings()
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(killings)
+    try:
+        torchrun(sys.argv[1:])
+    except SignalException as end:
+        sys.exit(KILLED if killings.seen else 128 + int(end.sigval))
+    except ChildFailedError as failed:
+        # Another node was told to stop: all ranks have saved the same step and left with this code.
+        if not all(failure.exitcode == STOPPED for failure in failed.failures.values()):
+            raise
+        sys.exit(STOPPED)
+
+
+if __name__ == "__main__":
+    main()
