@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .layout import Layout
+from .exchange import TILE
+from .layout import BLOCK, UNIT, Layout
 from .verdict import Lanes
 
 KINDS = ("parameters", "gradients", "masters", "moments", "buckets")
@@ -30,6 +31,7 @@ def memory(
     local_sums: bool,
     hosts: int = 1,
     sum_itemsize: int = 4,
+    neighbours: int = 0,
 ) -> dict[str, int]:
     """Bytes that one rank holds between and during steps, by kind.
 
@@ -42,6 +44,7 @@ def memory(
         local_sums: whether stage 1 adds whole gradients up under `no_sync` (4 bytes per parameter while it does).
         hosts: hosts of the second hop; 1 where there is none.
         sum_itemsize: bytes of an element of the gradient shard: 4, and 8 with `reduce="exact"`.
+        neighbours: ranks whose rows are read from their memory: they land nowhere, and one more bucket waits to be read.
 
     "buckets" is an upper bound in the usual order of gradients: a send buffer and the peers' rows for each exchange in
     flight, and for the bucket that is being filled; with two hops the FP32 sums of this host and of the others as well.
@@ -52,10 +55,10 @@ def memory(
     of_dtype = Counter(bucket.dtype for bucket in layout.buckets)
     for bucket in layout.buckets:
         item = itemsize[bucket.dtype]
-        in_flight = min(window + 1, of_dtype[bucket.dtype])
-        peers = (bucket.ranks - hosts) * bucket.shard
+        in_flight = min(window + 1 + bool(neighbours), of_dtype[bucket.dtype])
+        peers = (bucket.ranks - hosts * (1 + neighbours)) * bucket.shard
         sends[bucket.dtype] = max(sends.get(bucket.dtype, 0), in_flight * (bucket.size + peers) * item)
-    in_flight = min(window + 1, len(sizes))
+    in_flight = min(window + 1 + bool(neighbours), len(sizes))
     crossing = 0 if hosts == 1 else sum_itemsize * in_flight * (2 * hosts - 1) * max(shard for _, shard, _ in sizes)
     return {
         "parameters": sum(size * item for size, _, item in sizes),
@@ -64,6 +67,43 @@ def memory(
         "moments": 4 * moments * sum(piece.length for piece in layout.pieces(rank)),
         "buckets": sum(sends.values()) + crossing,
     }
+
+
+def temporaries(
+    layout: Layout, rank: int, itemsize: dict[str, int], *, sum_itemsize: int = 4, backwards: int = 1
+) -> int:
+    """Bytes beside `memory`: what a step makes and frees again, and small things that a rank keeps for it.
+
+    Args:
+        layout: the layout in question.
+        rank: whose shards.
+        itemsize: bytes per element of each of the layout's dtypes.
+        sum_itemsize: bytes of an element of the gradient shard: 4, and 8 with `reduce="exact"`.
+        backwards: per step; an exact shard is copied, bucket by bucket, when its second backward widens it.
+
+    About 60 bytes for each 1024 elements of the shard (each 64 in parameters of less than 1024), and up to 2 MiB for sums
+    (4 if exact). An optimizer without fused kernels takes three tiles, 3 MiB, more.
+    """
+    units = blocks = 0
+    for bucket in layout.buckets:
+        small = {slot.param for slot in bucket.slots if slot.is_small}
+        for piece in bucket.pieces(rank):
+            if piece.param in small:
+                units += piece.length // UNIT
+            else:
+                blocks += piece.length // BLOCK
+    shards = [bucket.shard for bucket in layout.buckets]
+    # Where each block or unit lies (int64), whose it is (int64, twice), the units' FP32 squares; and all blocks' squares.
+    kept = 24 * blocks + 28 * units + 4 * sum(shards) // BLOCK
+    # While the verdict is made: the squares themselves, what is left of them, and two parts on their way into a bin.
+    verdict = 4 * 8 * (blocks + units) + 2 * 8 * sum(Lanes(len(layout.entries), layout.ranks).lengths().values())
+    # A sum and its scratch, and what lands of a neighbour's row.
+    tiles = 2 * 4 * TILE + sum(TILE * itemsize[dtype] for dtype in {bucket.dtype for bucket in layout.buckets})
+    if sum_itemsize == 8:
+        tiles += 2 * 8 * TILE
+        if backwards > 1:
+            tiles += 8 * max(shards, default=0)
+    return kept + verdict + tiles
 
 
 def wire_bytes(

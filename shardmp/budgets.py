@@ -1,35 +1,29 @@
-"""What a training would hold and send: `shardmp budget`.
+"""What a training would hold and send: `shardmp.budget` and the command `shardmp budget`.
 
-Owns:      a run that is only planned, and how its figures are written.
-Takes:     a number of parameters or a model, and the options of `shard` that cost something.
-Gives:     figures as plain data, tables of them, and the smallest number of ranks that fits.
+Owns:      a run that is only planned, its figures, and the answers: what fits, when communication hides.
+Takes:     a number of parameters or a function that makes the model, a batch, and the options of `shard` that cost something.
+Gives:     figures as plain data.
 Invariant: every figure of ours is `budgeting`'s for the layout that `shard` would make; nothing is allocated.
 """
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Group
-from rich.table import Table
-from torch import nn
-
+from . import budget_words as words
 from . import budgeting
 from .gradients import WINDOW
 from .layout import Entry, Layout, plan
-from .precision import DTYPES, as_precision
+from .precision import DTYPES, Precision, as_precision
 
-ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+if TYPE_CHECKING:  # imported where a batch is traced: torch's fake tensors take a second
+    from .activations import Loss, Make, Traced
+
+ITEMSIZE = words.ITEMSIZE
 MOST_RANKS = 2**16
-MOST_PARAMETERS = 10**13
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "b": 1}
+STAGES = (1, 2)
+STATE = ("parameters", "gradients", "masters", "moments")  # static: what a rank holds from step to step
 
 
 @dataclass(frozen=True)
@@ -42,6 +36,7 @@ class Run:
         stage, precision, bucket_mb, exact: as `shard` has them; `exact` is `reduce="exact"`.
         moments: FP32 state tensors per parameter (AdamW 2, SGD with momentum 1, plain SGD 0).
         backwards: per step.
+        rest: bytes of frozen parameters and buffers.
     """
 
     entries: tuple[Entry, ...]
@@ -53,6 +48,7 @@ class Run:
     moments: int = 2
     backwards: int = 1
     exact: bool = False
+    rest: int = 0
 
     @property
     def parameters(self) -> int:
@@ -74,10 +70,14 @@ class Run:
         return plan(self.entries, self.ranks, bucket_bytes=bucket_bytes, itemsize=ITEMSIZE)
 
     def memory(self, layout: Layout) -> dict[str, int]:
-        """Bytes of the rank that holds most, by kind. Stage 1 with the sums of its `no_sync`, where it has backwards for it."""
-        return budgeting.memory(
+        """Bytes of the rank that holds most, by kind: those of `budgeting.memory`, and temporaries.
+
+        Stage 1 with the sums of its `no_sync`, where it has backwards for it.
+        """
+        rank = 0  # padding, which has no moments, lies at a bucket's end: no rank holds more than the first
+        held = budgeting.memory(
             layout,
-            0,  # padding, which has no moments, lies at a bucket's end: no rank holds more than the first
+            rank,
             ITEMSIZE,
             moments=self.moments,
             window=WINDOW,
@@ -85,113 +85,22 @@ class Run:
             hosts=self.hosts,
             sum_itemsize=self.sum_itemsize,
         )
+        small = budgeting.temporaries(layout, rank, ITEMSIZE, sum_itemsize=self.sum_itemsize, backwards=self.backwards)
+        return held | {"temporaries": small}
+
+    def together(self) -> int:
+        """Bytes of the rank that holds most, activations apart."""
+        return sum(self.memory(self.layout()).values()) + self.rest
 
     def reductions(self) -> int:
         """Backwards that reduce: stage 1 adds up the others locally."""
         return 1 if self.stage == 1 and not self.exact else self.backwards
 
-
-# -- what the user says
-
-
-def entries_of_count(parameters: int, precision: str, bucket_mb: float) -> tuple[Entry, ...]:
-    """A model of which only the size is known: matrices that each fill a bucket, and a last one with the rest."""
-    size = max(1, int(bucket_mb * 2**20) // ITEMSIZE[precision])
-    whole, rest = divmod(parameters, size)
-    return tuple(
-        Entry(f"matrix {index}", numel, precision) for index, numel in enumerate([size] * whole + [rest]) if numel
-    )
-
-
-def entries_of_model(model: nn.Module, precision: str) -> tuple[Entry, ...]:
-    """What `shard` would train in `model`, in order of registration."""
-    policy = as_precision(precision)
-    kept = policy.fp32_parameters(model)
-    return tuple(
-        Entry(name, p.numel(), "fp32" if name in kept else policy.param)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    )
-
-
-def entries_of(params: str | None, model: str | None, precision: str, bucket_mb: float) -> tuple[Entry, ...]:
-    """What trains, by `--params` or `--model`.
-
-    Raises:
-        ValueError: both, neither, or nothing that trains.
-    """
-    if precision not in DTYPES:
-        raise ValueError(f"--precision: expected one of {', '.join(DTYPES)}, got {precision!r}")
-    if not 0 < bucket_mb <= 2**20:
-        raise ValueError(f"--bucket-mb: expected a size above 0, got {bucket_mb:g}")
-    if (params is None) == (model is None):
-        raise ValueError(f"expected either --params or --model, got {'none' if params is None else 'both'}")
-    if model is None:
-        assert params is not None
-        return entries_of_count(count(params), precision, bucket_mb)
-    entries = entries_of_model(build(model), precision)
-    if not any(entry.numel for entry in entries):
-        raise ValueError(f"--model {model}: it has no parameter that trains")
-    return entries
-
-
-def build(path: str) -> nn.Module:
-    """The model that `package.module:function` makes, on the meta device: no weight is allocated.
-
-    Raises:
-        ValueError: there is no such function, or it gives no model.
-    """
-    module_name, _, function_name = path.partition(":")
-    if not (module_name and function_name):
-        raise ValueError(f"--model: expected package.module:function, got {path!r}")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    try:
-        make: Any = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {path}: {error}") from None
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    try:
-        with torch.device("meta"):
-            model = make()
-    except TypeError as error:
-        raise ValueError(f"--model {path}: it is called without arguments: {error}") from None
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"--model {path}: expected an nn.Module, got {type(model).__name__}")
-    return model
-
-
-def count(text: str) -> int:
-    """A number of parameters: "7e9", "7B", "124M".
-
-    Raises:
-        ValueError: it is not one.
-    """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
-    try:
-        value = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[found[2]] if found else 0.0
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= MOST_PARAMETERS:
-        raise ValueError(f"--params: expected a number from 1 to {MOST_PARAMETERS:.0e} (7e9, 7B, 124M), got {text!r}")
-    return round(value)
-
-
-def size(text: str, option: str = "--fits") -> int:
-    """Bytes: "16GiB", "80 GB".
-
-    Raises:
-        ValueError: they are not.
-    """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    if not found or found[2] not in _UNITS or float(found[1]) <= 0:
-        raise ValueError(f"{option}: expected a size such as 16GiB or 80GB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def usual_ranks_per_host(ranks: int) -> int:
-    """As many as hosts usually have: the largest divisor up to 8."""
-    return max(number for number in range(1, 9) if ranks % number == 0) if ranks > 0 else 1
+    def sent(self, layout: Layout) -> int:
+        """Bytes that each rank sends in a step."""
+        return budgeting.wire_bytes(
+            layout, ITEMSIZE, backwards=self.reductions(), hosts=self.hosts, sum_itemsize=self.sum_itemsize
+        )
 
 
 def check(run: Run) -> None:
@@ -210,28 +119,66 @@ def check(run: Run) -> None:
             raise ValueError(f"{name}: expected {low} to {high}, got {value}")
     if run.ranks % run.ranks_per_host:
         raise ValueError(f"--ranks-per-host: expected a divisor of {run.ranks} ranks, got {run.ranks_per_host}")
-    if run.stage not in (1, 2):
-        raise ValueError(f"--stage: this version has stages 1 and 2, got {run.stage}")
+    if run.stage not in STAGES:
+        raise ValueError(
+            f"--stage: this version has stages 1 and 2, got {run.stage} (the ZeRO paper's stage 3 is in the table)"
+        )
     if run.exact and run.precision != "fp16":
         raise ValueError(f"--exact: FP16 alone has an exact sum, got --precision {run.precision}")
+
+
+def planned(
+    model: Make | str | None = None,
+    *,
+    parameters: float | str | None = None,
+    ranks: int = 8,
+    ranks_per_host: int | None = None,
+    stage: int = 2,
+    precision: str | Precision = "fp16",
+    moments: int = 2,
+    backwards: int = 1,
+    bucket_mb: float = 8.0,
+    exact: bool = False,
+) -> Run:
+    """The run that these words describe: see `budget`.
+
+    Raises:
+        ValueError: an option out of its range, named as the command names it.
+    """
+    if not isinstance(precision, Precision) and precision not in DTYPES:
+        raise ValueError(f"--precision: expected one of {', '.join(DTYPES)}, got {precision!r}")
+    if not 0 < bucket_mb <= 2**14:
+        raise ValueError(f"--bucket-mb: expected a size above 0 and at most 16384, got {bucket_mb:g}")
+    if (parameters is None) == (model is None):
+        raise ValueError(f"expected either --params or --model, got {'none' if model is None else 'both'}")
+    policy, rest = as_precision(precision), 0
+    if model is None:
+        entries = words.entries_of_count(words.count(str(parameters)), policy.param, bucket_mb)
+    else:
+        built = words.build(words.function_at(model, "--model") if isinstance(model, str) else model)
+        entries, rest = words.entries_of_model(built, policy), words.rest_of_model(built)
+    per_host = words.usual_ranks_per_host(ranks) if ranks_per_host is None else ranks_per_host
+    run = Run(entries, ranks, per_host, stage, policy.param, bucket_mb, moments, backwards, exact, rest)
+    check(run)
+    return run
 
 
 # -- figures
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """Everything that `shardmp budget --json` prints: bytes, unless a name says otherwise."""
+    """What is held and sent: bytes, unless a name says otherwise."""
     layout = run.layout()
     psi, moments = run.parameters, run.moments
-    memory: dict[str, dict[str, Any]] = {
+    memory: dict[str, dict[str, Any] | None] = {
         "FP32, one device": budgeting.fp32_memory(psi, moments=moments),
         "plain mixed precision, one device": budgeting.unsharded_memory(psi, moments=moments),
     }
     for stage in (1, 2, 3):
         memory[f"ZeRO paper, stage {stage}"] = budgeting.zero_memory(psi, run.ranks, stage, moments=moments)
-    memory[f"shardmp, stage {run.stage}"] = run.memory(layout)
-    reductions = run.reductions()
-    sent = budgeting.wire_bytes(layout, ITEMSIZE, backwards=reductions, hosts=run.hosts, sum_itemsize=run.sum_itemsize)
+    for stage in STAGES:
+        memory[f"shardmp, stage {stage}"] = replace(run, stage=stage).memory(layout)
+    memory["shardmp, stage 3"] = None  # not in this version
     card = budgeting.card_bytes(layout, ITEMSIZE, ranks_per_host=run.ranks_per_host, sum_itemsize=run.sum_itemsize)
     return {
         "parameters": psi,
@@ -239,12 +186,14 @@ def figures(run: Run) -> dict[str, Any]:
         "ranks_per_host": run.ranks_per_host,
         "stage": run.stage,
         "precision": run.precision,
+        "backwards": run.backwards,
         "buckets": len(layout.buckets),
         "padding": sum(bucket.size for bucket in layout.buckets) / psi - 1,
         "memory": memory,
-        "sent_per_rank_and_step": sent,
+        "frozen_and_buffers": run.rest,
+        "sent_per_rank_and_step": run.sent(layout),
         "sent_by_ddp_fp32": 8 * psi * (run.ranks - 1) // run.ranks,
-        "sent_per_host_card_and_step": reductions * card["reduction"] + card["gather"] + card["verdict"],
+        "sent_per_host_card_and_step": run.reductions() * card["reduction"] + card["gather"] + card["verdict"],
     }
 
 
@@ -266,107 +215,175 @@ def tokens_that_hide(run: Run, flops: float, link: float) -> float:
     return max(card["gather"] / (2 * psi), card["reduction"] / (4 * psi)) * flops / link
 
 
-def smallest_fit(run: Run, limit: int) -> Run | None:
-    """`run` on the fewest ranks whose state and buckets stay within `limit` bytes; None where no number does."""
+# -- activations
 
-    def fits(ranks: int) -> bool:
-        # Several hosts need more buffers than one; what is asked for is ranks, so they are taken as one host.
-        tried = replace(run, ranks=ranks, ranks_per_host=ranks)
-        return sum(tried.memory(tried.layout()).values()) <= limit
+
+def dynamic_figures(run: Run, traced: Traced) -> dict[str, Any]:
+    """What comes and goes with a batch beside what stays, in each way of training; bytes.
+
+    "ratio" is dynamic to static. "most" is what a device holds at the worst moment: on one device gradients come while
+    activations go, so it is less than the sum of both.
+    """
+    ours = run.memory(run.layout())
+    whole = budgeting.fp32_memory(run.parameters, moments=run.moments)
+    rows = {}
+    for way, found in traced.found.items():
+        if way == "shardmp":
+            name, static = f"shardmp, stage {run.stage}", sum(ours[kind] for kind in STATE)
+            most = sum(ours.values()) + found.dynamic
+        else:
+            name = "FP32, one device" if way == "FP32" else "autocast on FP32 weights, one device"
+            static = sum(whole.values())
+            most = static + max(0, found.most - whole["gradients"]) + found.batch
+        rows[name] = {
+            "kept_for_backward": found.kept,
+            "copies_of_weights": found.copies,
+            "peak": found.peak,
+            "batch": found.batch,
+            "static": static,
+            "ratio": found.dynamic / static,
+            "most": most + run.rest,
+        }
+    return {"device": traced.device.type, "batch": str(traced.batch), "memory": rows}
+
+
+# -- what fits
+
+
+def smallest_fit(run: Run, limit: int, dynamic: int = 0) -> Run | None:
+    """`run` on the fewest ranks of one host, at the stage that holds least there, or None where no number does.
+
+    Args:
+        limit: bytes for everything.
+        dynamic: bytes of activations and batch.
+
+    Of stages that need the same ranks the one that sends least is taken, then the one that was asked for.
+    """
+    differ = run.backwards > 1 and not run.exact
+    tried = (_fewest(replace(run, stage=stage), limit - dynamic) for stage in (STAGES if differ else (run.stage,)))
+    fitting = [found for found in tried if found]
+    return min(fitting, key=lambda one: (one.ranks, one.sent(one.layout()), one.stage != run.stage), default=None)
+
+
+def _fewest(run: Run, limit: int, whole_hosts: int | None = None) -> Run | None:
+    """On one host; or on hosts of `whole_hosts` ranks each, which need buffers for their second hop."""
+    step = whole_hosts or 1
+    if sum(entry.numel * ITEMSIZE[entry.dtype] for entry in run.entries) > limit:
+        return None  # parameters, which are whole on every rank
+
+    def tried(number: int) -> Run:
+        return replace(run, ranks=number * step, ranks_per_host=whole_hosts or number)
 
     high = 1
-    while not fits(high):
+    while tried(high).together() > limit:
         high *= 2
-        if high > MOST_RANKS:
+        if high * step > MOST_RANKS:
             return None
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return replace(run, ranks=high, ranks_per_host=high)
+        low, high = (low, middle) if tried(middle).together() <= limit else (middle, high)
+    return tried(high)
 
 
-def report(
-    run: Run, *, fits: str | None = None, flops: float | None = None, link: float | None = None
+def fit_figures(run: Run, limit: int, traced: Traced | None) -> dict[str, Any]:
+    """The fewest ranks that fit, with this batch where there is one, and the largest batch on the ranks that were named."""
+    dynamic = traced.ours if traced else 0
+    best = smallest_fit(run, limit, dynamic)
+    on_hosts = best and _fewest(replace(run, stage=best.stage), limit - dynamic, run.ranks_per_host)
+    batch = None
+    if traced:
+        from .activations import largest
+
+        state = run.together()
+        batch = largest(lambda size: state + traced.ours_at(size), traced.batch.size, limit) if state < limit else 0
+    in_zero = sum(budgeting.unsharded_memory(run.parameters, moments=run.moments).values())
+    return {
+        "limit": limit,
+        "ranks": best and best.ranks,
+        "stage": best and best.stage,
+        "ranks_on_whole_hosts": on_hosts and on_hosts.ranks,
+        "largest_batch": batch,
+        "ranks_in_zero_stage_3": -(-in_zero // limit),
+    }
+
+
+# -- the whole answer
+
+
+def budget(
+    model: Make | str | None = None,
+    *,
+    parameters: float | str | None = None,
+    ranks: int = 8,
+    ranks_per_host: int | None = None,
+    stage: int = 2,
+    precision: str | Precision = "fp16",
+    moments: int = 2,
+    backwards: int = 1,
+    bucket_mb: float = 8.0,
+    exact: bool = False,
+    batch: str | None = None,
+    loss: Loss | str | None = None,
+    device: str | None = None,
+    fits: int | str | None = None,
+    flops: float | None = None,
+    link: float | None = None,
 ) -> dict[str, Any]:
-    """`figures`, and the answers to further questions: what fits, and when communication hides.
+    """Predict what each rank of a training holds and sends; nothing is allocated.
+
+    Args:
+        model: a function that makes the model, or "package.module:function".
+        parameters: in place of a model: how many there are (7e9, "7B").
+        ranks: over which the state is sharded.
+        ranks_per_host: by default the largest divisor of `ranks` up to 8.
+        stage, precision, bucket_mb: as `shard` has them. exact: `reduce="exact"`.
+        moments: FP32 states per parameter: AdamW 2, SGD with momentum 1.
+        backwards: per step.
+        batch: of one rank and backward: "4x128:int64", or "ids=4x128:int64,labels=4x128:int64" for keywords of the
+            forward; without a dtype float32. The batch size is the first dimension of the first tensor, and of every other
+            tensor that has the same one. Needs a model: a forward and a backward are traced.
+        loss: a function (or its name) that is called with the model and the batch's tensors and gives the loss; by default
+            the loss that the model's output holds, else the mean of its output.
+        device: "cpu" or "cuda", whose kernels are traced; by default CUDA where torch sees a GPU.
+        fits: bytes of a device (or "16GiB"): finds the fewest ranks, and the largest batch where there is a batch.
+        flops, link: FLOP/s of a rank, and bytes per second of a host's card (of a rank's link on one host): finds the
+            tokens from which communication is hidden.
+
+    Returns:
+        Plain data, as `shardmp budget --json` prints it: bytes, unless a name says otherwise; None where nothing was asked.
 
     Raises:
-        ValueError: an option out of its range, or half of a question.
+        ValueError: an option out of its range, named as the command names it.
     """
-    check(run)
     if (flops is None) != (link is None):
         raise ValueError("--flops, --link: expected both or none: operations and bytes per second")
-    found = figures(run)
-    if flops is not None and link is not None:
-        if not (flops > 0 and link > 0):
-            raise ValueError(f"--flops, --link: expected numbers above 0, got {flops:g} and {link:g}")
-        found["tokens_that_hide"] = tokens_that_hide(run, flops, link)
-    if fits is not None:
-        limit = size(fits)
-        best = smallest_fit(run, limit)
-        found["fits"] = {"limit": limit, "ranks": best and best.ranks, "stage": best and best.stage}
-    return found
-
-
-# -- tables
-
-
-def tables(found: dict[str, Any]) -> Group:
-    """The figures for people: three digits are enough to plan with."""
-    unit, bytes_of_unit = ("GB", 1e9) if found["parameters"] >= 5e8 else ("MB", 1e6)
-
-    def said(value: float) -> str:
-        number = value / bytes_of_unit
-        return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-    memory = Table(
-        title=f"{unit} per rank: {found['parameters']:,} parameters, {found['ranks']} ranks, {found['precision']}",
-        title_justify="left",
+    if flops is not None and link is not None and not (flops > 0 and link > 0):
+        raise ValueError(f"--flops, --link: expected numbers above 0, got {flops:g} and {link:g}")
+    if batch is None and (loss is not None or device is not None):
+        raise ValueError("--loss, --device: they are for the trace of a --batch, which is missing")
+    if batch is not None and model is None:
+        raise ValueError("--batch: a forward is traced, which needs a --model in place of --params")
+    limit = words.size(fits) if isinstance(fits, str) else fits
+    run = planned(
+        model,
+        parameters=parameters,
+        ranks=ranks,
+        ranks_per_host=ranks_per_host,
+        stage=stage,
+        precision=precision,
+        moments=moments,
+        backwards=backwards,
+        bucket_mb=bucket_mb,
+        exact=exact,
     )
-    memory.add_column("")
-    for kind in (*budgeting.KINDS, "together"):
-        memory.add_column("in flight" if kind == "buckets" else kind, justify="right")
-    for name, kinds in found["memory"].items():
-        if name.startswith("shardmp"):
-            memory.add_section()
-        memory.add_row(name, *(said(kinds[kind]) for kind in budgeting.KINDS), said(sum(kinds.values())))
-    wire = Table(title=f"{unit} on the wire per step", title_justify="left", show_header=False)
-    wire.add_column()
-    wire.add_column(justify="right")
-    wire.add_row("sent by each rank", said(found["sent_per_rank_and_step"]))
-    wire.add_row("the same in DDP, FP32", said(found["sent_by_ddp_fp32"]))
-    hosts = f"through the card of each host of {found['ranks_per_host']} ranks"
-    wire.add_row(hosts, said(found["sent_per_host_card_and_step"]))
-    return Group(memory, wire, *_remarks(found))
+    traced = None
+    if batch is not None and model is not None:
+        from .activations import trace
 
-
-def _remarks(found: dict[str, Any]) -> list[str]:
-    """What the tables do not say by themselves."""
-    said = [
-        "Two copies of the weights, and where is the saving? On one device there is none in this state: 2 + 2 + 4 bytes "
-        "in place of 4 + 4. Mixed precision halves the activations, which are not in this table, and the bytes on the "
-        "wire; sharding divides the rest by the ranks.",
-    ]
-    if found["padding"] > 0.02:
-        said.append(
-            f"Padding is {found['padding']:.0%} of the parameters: a shard is a multiple of 1024 elements, and "
-            f"{found['ranks']} ranks cut each of {found['buckets']} buckets. A larger --bucket-mb (bucket_mb) mends it."
-        )
-    if "tokens_that_hide" in found:
-        said.append(
-            f"Communication hides behind computation from {found['tokens_that_hide']:,.0f} tokens per rank and backward."
-        )
-    if "fits" in found:
-        said.append(_fit_text(found))
-    return said
-
-
-def _fit_text(found: dict[str, Any]) -> str:
-    asked = found["fits"]
-    if asked["ranks"] is None:
-        least = ITEMSIZE[found["precision"]] * found["parameters"] / 2**30
-        answer = f"no number of ranks holds it: the parameters alone, whole on each rank, take {least:,.1f} GiB"
-    else:
-        answer = f"{asked['ranks']} ranks at stage {asked['stage']} are the fewest that hold it"
-    return f"In {asked['limit'] / 2**30:,.1f} GiB, activations apart: {answer}."
+        traced = trace(model, batch, loss, as_precision(precision), device)
+    return figures(run) | {
+        "activations": dynamic_figures(run, traced) if traced else None,
+        "tokens_that_hide": tokens_that_hide(run, flops, link) if flops is not None and link is not None else None,
+        "fits": fit_figures(run, limit, traced) if limit is not None else None,
+    }

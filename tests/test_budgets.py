@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ import pytest
 import torch
 from helpers import sharded
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from shardmp import budgeting, budgets, cli
+import shardmp
+from shardmp import budget_words, budgeting, budgets, cli
 from shardmp.budgets import Run
 from shardmp.exchange import route
 from shardmp.layout import Entry, plan
+from shardmp.storages import ACTIVATIONS, Storages
 
 
 def budget(*arguments: str) -> Any:
@@ -30,7 +34,7 @@ def small_model() -> nn.Module:
 
 
 def planned(parameters: int, **options: Any) -> Run:
-    return Run(budgets.entries_of_count(parameters, "fp16", 8.0), **options)
+    return Run(budget_words.entries_of_count(parameters, "fp16", 8.0), **options)
 
 
 # -- against what is held and sent
@@ -44,7 +48,7 @@ def test_a_budget_made_of_the_model_alone_is_what_ranks_hold_and_send(
     precision: str, make: Any, moments: int, stage: int, world_size: int
 ) -> None:
     with torch.device("meta"):
-        entries = budgets.entries_of_model(small_model(), precision)
+        entries = budget_words.entries_of_model(small_model(), precision)
     run = Run(entries, world_size, world_size, stage, precision, bucket_mb=0.02, moments=moments)
     model, optimizer = sharded(small_model(), make, 0.01, precision=precision, stage=stage, bucket_mb=0.02)
     for _ in range(2):
@@ -57,6 +61,65 @@ def test_a_budget_made_of_the_model_alone_is_what_ranks_hold_and_send(
             assert held[kind] == foreseen[kind], kind
     assert held["buckets"] <= foreseen["buckets"]
     assert optimizer.wire_bytes() - sent == budgets.figures(run)["sent_per_rank_and_step"]
+
+
+def layers(width: int, count: int) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(count))
+    )
+
+
+def storages_alive() -> dict[int, torch.UntypedStorage]:
+    """All storages that Python's garbage collector can reach."""
+    tensors = (value for value in gc.get_objects() if issubclass(type(value), Tensor))
+    return {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+
+
+@pytest.mark.parametrize(
+    ("width", "count", "options", "make", "moments"),
+    [
+        (256, 12, {"precision": "fp16", "bucket_mb": 0.25}, torch.optim.AdamW, 2),
+        (256, 12, {"precision": "bf16", "bucket_mb": 0.25}, torch.optim.AdamW, 2),
+        (256, 12, {"precision": "fp32", "bucket_mb": 0.25}, torch.optim.AdamW, 2),
+        (256, 12, {"precision": "fp16", "bucket_mb": 1.0, "stage": 1}, torch.optim.AdamW, 2),
+        (256, 12, {"precision": "bf16", "bucket_mb": 0.5}, torch.optim.SGD, 0),
+        (256, 12, {"precision": "fp16", "bucket_mb": 8.0}, torch.optim.Adagrad, 1),
+        (512, 8, {"precision": "fp16", "bucket_mb": 1.0}, torch.optim.AdamW, 2),
+        (512, 8, {"precision": "fp16", "bucket_mb": 8.0}, torch.optim.Adam, 2),
+        (512, 8, {"precision": "fp16", "bucket_mb": 1.0, "reduce": "exact"}, torch.optim.AdamW, 2),
+        (512, 8, {"precision": "fp16", "bucket_mb": 1.0, "overlap": False}, torch.optim.AdamW, 2),
+        (384, 9, {"precision": "bf16", "bucket_mb": 2.0, "stage": 1}, torch.optim.AdamW, 2),
+        (64, 60, {"precision": "fp16", "bucket_mb": 0.1}, torch.optim.AdamW, 2),
+    ],
+)
+@on_ranks(2)
+def test_all_storages_that_are_alive_have_the_predicted_bytes_within_2_percent(
+    width: int, count: int, options: dict[str, Any], make: Any, moments: int
+) -> None:
+    """Counted from outside: whatever the library holds, and what a step makes on top of it, buckets in flight by their
+    own bound."""
+    exact = options.get("reduce") == "exact"
+    with torch.device("meta"):
+        entries = budget_words.entries_of_model(layers(width, count), options["precision"])
+    planned_options = {key: options[key] for key in ("stage", "precision", "bucket_mb") if key in options}
+    run = Run(entries, 2, 2, moments=moments, exact=exact, **planned_options)
+    gc.collect()
+    before = storages_alive()
+    model = layers(width, count)
+    average = "micro_batches" if exact else "ranks"
+    model, optimizer = shardmp.shard(model, make(model.parameters(), lr=0.01), average=average, **options)
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(1, width)).mean())
+        optimizer.step()
+    gc.collect()
+    alive = sum(storage.nbytes() for key, storage in storages_alive().items() if key not in before)
+    optimizer.backward(model(torch.ones(1, width)).mean())
+    with Storages([], [value for value in gc.get_objects() if issubclass(type(value), Tensor)]) as storages:
+        optimizer.step()
+    held, foreseen = optimizer.memory()["buckets"], run.memory(run.layout())
+    assert held <= foreseen["buckets"]
+    counted = alive - held + storages.peak[ACTIVATIONS]
+    assert counted == pytest.approx(sum(foreseen.values()) - foreseen["buckets"], rel=0.02)
 
 
 @pytest.mark.parametrize(("ranks", "per_host"), [(8, 4), (9, 3), (8, 2), (4, 1), (4, 4)])
@@ -86,10 +149,11 @@ def test_the_demo_counts_what_a_budget_of_its_model_says(monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "examples")
     gpt = importlib.import_module("gpt")
     with torch.device("meta"):
-        entries = budgets.entries_of_model(gpt.GPT(gpt.GPTConfig()), "fp16")
+        entries = budget_words.entries_of_model(gpt.GPT(gpt.GPTConfig()), "fp16")
     run = Run(entries, 2, 2, bucket_mb=4)
     counted = {"parameters": 23.04, "gradients": 23.02, "masters": 22.99, "moments": 45.98, "buckets": 22.28}
-    assert {kind: round(size / 1e6, 2) for kind, size in run.memory(run.layout()).items()} == counted
+    foreseen = run.memory(run.layout())
+    assert {kind: round(foreseen[kind] / 1e6, 2) for kind in counted} == counted
     assert round(budgets.figures(run)["sent_per_rank_and_step"] / 1e6, 2) == 23.05
 
 
@@ -106,7 +170,7 @@ def test_ours_is_2_and_16_over_n_bytes_a_parameter_and_4_sent() -> None:
     run = planned(7_500_000_000, ranks=64, ranks_per_host=8)
     found = budgets.figures(run)
     ours = found["memory"]["shardmp, stage 2"]
-    assert sum(ours[kind] for kind in budgeting.KINDS if kind != "buckets") == pytest.approx(7.5e9 * 2.25, rel=0.001)
+    assert sum(ours[kind] for kind in budgets.STATE) == pytest.approx(7.5e9 * 2.25, rel=0.001)
     # Two hops: 2 bytes to each of the 7 others of the host for all 8 hosts' rows, 4 bytes across, and the gather's 2.
     sent = 7.5e9 * (2 * 7 * 8 / 64 + 4 * 7 / 64 + 2 * 63 / 64)
     assert found["sent_per_rank_and_step"] == pytest.approx(sent, rel=0.001)
@@ -155,10 +219,33 @@ def test_tokens_that_hide_are_f_over_b_on_one_host() -> None:
     assert budgets.tokens_that_hide(run, 3e14, 2e11) == pytest.approx(1500 * 7 / 8, rel=0.001)
 
 
-def test_8192_ranks_take_seconds() -> None:
+def test_communication_hides_later_across_hosts_by_the_bytes_of_the_card() -> None:
+    """8 ranks of a host: 2 Psi (M-1)/M under a forward of 2 Psi operations a token; FP32 sums, twice that, under a backward."""
+    run = planned(10 * 2**22, ranks=32, ranks_per_host=8)
+    assert budgets.tokens_that_hide(run, 3e14, 5e10) == pytest.approx(6000 * 3 / 4, rel=0.001)
+
+
+@pytest.mark.parametrize("ranks", [1024, 8192])
+def test_thousands_of_ranks_take_seconds(ranks: int) -> None:
+    """On any machine: no rank exists, and the layout is integers. The bytes are the formula's, and padding."""
     began = time.perf_counter()
-    assert budgets.figures(planned(7_000_000_000, ranks=8192, ranks_per_host=8))["ranks"] == 8192
+    run = planned(70_000_000_000, ranks=ranks, ranks_per_host=8, bucket_mb=256)
+    found = budgets.figures(run)
     assert time.perf_counter() - began < 20
+    ours = sum(found["memory"]["shardmp, stage 2"][kind] for kind in budgets.STATE)
+    assert ours == pytest.approx(70e9 * (2 + 16 / ranks), rel=0.07)
+    hosts = ranks // 8
+    assert found["sent_per_host_card_and_step"] == pytest.approx(70e9 * 6 * (hosts - 1) / hosts, rel=0.07)
+
+
+def test_stages_of_this_version_have_rows_and_stage_3_only_zeros_terms() -> None:
+    """18/N bytes are what stage 3 will be; a figure that nothing can be held to is not given."""
+    memory = budgets.figures(planned(10 * 2**22, ranks=4, ranks_per_host=4))["memory"]
+    assert memory["shardmp, stage 1"] == memory["shardmp, stage 2"]
+    assert memory["shardmp, stage 3"] is None
+    assert sum(memory["ZeRO paper, stage 3"].values()) == 16 * 10 * 2**22 / 4
+    with pytest.raises(NotImplementedError, match="stage"):
+        shardmp.shard(nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters()), stage=3)
 
 
 # -- --fits
@@ -169,88 +256,40 @@ def test_the_fewest_ranks_fit_and_one_less_does_not() -> None:
     best = budgets.smallest_fit(planned(7_000_000_000), limit)
     assert best is not None
     one_less = planned(7_000_000_000, ranks=best.ranks - 1, ranks_per_host=best.ranks - 1)
-    assert sum(best.memory(best.layout()).values()) <= limit < sum(one_less.memory(one_less.layout()).values())
+    assert best.together() <= limit < one_less.together()
+
+
+def test_whole_hosts_that_fit_are_counted_with_the_buffers_of_their_second_hop() -> None:
+    limit = 16 * 2**30
+    found = budgets.budget(parameters=7e9, ranks=64, fits=limit)["fits"]
+    hosts = found["ranks_on_whole_hosts"] // 8
+    assert hosts * 8 >= found["ranks"]
+    totals = [planned(7_000_000_000, ranks=8 * n, ranks_per_host=8).together() for n in (hosts - 1, hosts)]
+    assert totals[1] <= limit < totals[0]
+
+
+def test_the_stage_is_the_one_that_holds_least_and_then_the_one_that_sends_least() -> None:
+    """With several backwards stage 1 holds whole FP32 sums, and sends less where it may."""
+    tight, middle, wide = 16 * 2**27, 80 * 2**27, 200 * 2**27
+    run = planned(7_000_000_000 // 8, backwards=4)
+    found = budgets.smallest_fit(run, tight)
+    assert found is not None
+    assert found.stage == 2
+    assert budgets._fewest(replace(run, stage=1), tight) is None  # 2 + 4 bytes of each parameter
+    found = budgets.smallest_fit(run, wide)
+    assert found is not None
+    assert (found.ranks, found.stage) == (1, 2)  # alone nothing is sent: the stage that was asked for
+    found = budgets.smallest_fit(run, middle)
+    one = budgets._fewest(replace(run, stage=1), middle)
+    assert found is not None
+    assert one is not None
+    assert found.stage == (1 if one.ranks == found.ranks else 2)
 
 
 def test_no_number_of_ranks_fits_where_the_parameters_alone_do_not() -> None:
     assert budgets.smallest_fit(planned(7_000_000_000), 13 * 10**9) is None
-    said = budget("--params", "7e9", "--fits", "12GiB")
-    assert "no number of ranks holds it" in said.stdout
-    assert json.loads(budget("--params", "7e9", "--fits", "12GiB", "--json").stdout)["fits"]["ranks"] is None
-
-
-# -- the command
-
-
-def test_the_table_shows_zeros_terms_beside_ours() -> None:
-    shown = budget("--params", "7.5e9", "--ranks", "64").stdout
-    for line in ("plain mixed precision, one device", "ZeRO paper, stage 1", "ZeRO paper, stage 3", "shardmp, stage 2"):
-        assert line in shown
-    together = {
-        line.split("│")[1].strip(): line.split("│")[-2].strip() for line in shown.splitlines() if "stage" in line
-    }
-    assert together["ZeRO paper, stage 1"] == "31.4"
-    assert together["ZeRO paper, stage 2"] == "16.6"
-    assert together["ZeRO paper, stage 3"] == "1.88"
-    assert together["shardmp, stage 2"] == "16.9"
-    assert "where is the saving?" in shown
-
-
-def test_a_model_is_built_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "giant.py").write_text(
-        "from torch import nn\ndef make():\n    return nn.Linear(10**6, 10**6)\nnumber = int\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    found = json.loads(budget("--model", "giant:make", "--ranks", "4", "--json").stdout)
-    assert found["parameters"] == 10**12 + 10**6  # 4 TB if it were there
-    for wrong, message in (
-        ("giant", "package.module:function"),
-        ("giant:nothing", "nothing"),
-        ("absent:x", "--model absent:x: No module"),
-    ):
-        refused = budget("--model", wrong)
-        assert refused.exit_code == 2
-        assert message in refused.stderr
-    assert "expected an nn.Module, got int" in budget("--model", "giant:number").stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "expected either --params or --model, got none"),
-        (["--params", "7e9", "--model", "a:b"], "expected either --params or --model, got both"),
-        (["--params", "seven"], "--params: expected a number from 1"),
-        (["--params", "-5"], "--params: expected a number from 1"),
-        (["--params", "1e99"], "--params: expected a number from 1"),
-        (["--params", "7e9", "--ranks", "0"], "--ranks: expected 1 to 65536, got 0"),
-        (["--params", "7e9", "--ranks", "8", "--ranks-per-host", "3"], "expected a divisor of 8 ranks, got 3"),
-        (["--params", "7e9", "--stage", "3"], "--stage: this version has stages 1 and 2, got 3"),
-        (["--params", "7e9", "--precision", "fp8"], "--precision: expected one of fp16, bf16, fp32, got 'fp8'"),
-        (["--params", "7e9", "--bucket-mb", "0"], "--bucket-mb: expected a size above 0"),
-        (["--params", "7e9", "--exact", "--precision", "bf16"], "--exact: FP16 alone"),
-        (["--params", "7e9", "--fits", "16 apples"], "--fits: expected a size such as 16GiB"),
-        (["--params", "7e9", "--flops", "3e14"], "--flops, --link: expected both or none"),
-    ],
-)
-def test_bad_options_are_one_message_and_exit_code_2(arguments: list[str], message: str) -> None:
-    shown = budget(*arguments)
-    assert shown.exit_code == 2
-    assert message in shown.stderr
-    assert "Traceback" not in shown.output
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("7e9", 7e9), ("7B", 7e9), ("124M", 124e6), ("1.5k", 1500), ("12", 12), ("1e+3", 1000)]
-)
-def test_parameters_are_written_as_people_write_them(text: str, value: float) -> None:
-    assert budgets.count(text) == value
-    assert sum(entry.numel for entry in budgets.entries_of_count(int(value), "fp16", 8.0)) == value
-
-
-@pytest.mark.parametrize(("text", "value"), [("16GiB", 2**34), ("80 GB", 80e9), ("1.5kib", 1536), ("100", 100)])
-def test_sizes_are_written_as_people_write_them(text: str, value: float) -> None:
-    assert budgets.size(text) == value
-
-
-def test_a_host_is_taken_to_have_up_to_8_ranks() -> None:
-    assert [budgets.usual_ranks_per_host(ranks) for ranks in (1, 6, 8, 12, 13, 64)] == [1, 6, 8, 6, 1, 8]
+    said = " ".join(budget("--params", "7e9", "--fits", "12GiB").stdout.split())
+    assert "no number of ranks holds it" in said
+    assert "stage 3, which this version does not have, would hold the state on 9 ranks" in said  # 16 x 7e9 / 12 GiB
+    found = json.loads(budget("--params", "7e9", "--fits", "12GiB", "--json").stdout)["fits"]
+    assert (found["ranks"], found["stage"], found["ranks_on_whole_hosts"], found["largest_batch"]) == (None,) * 4
