@@ -183,7 +183,12 @@ class DeepSpeed:
     def __init__(self, directory: Path, width: int) -> None:
         import deepspeed
         import torch
+        from deepspeed.accelerator import get_accelerator
 
+        # Else its all-reduce is compiled, under a lock file for which every later run waits where this one is killed.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # It refuses FP16 on a CPU without FP16 units, though torch has it.
+        type(get_accelerator()).is_fp16_supported = lambda self: True
         self.directory = directory / "deepspeed"
         model = build(width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -301,6 +306,7 @@ def main() -> None:
         "--steps", type=int, default=20, help="steps around a save; a background save must end within them"
     )
     parser.add_argument("--directory", help="where to write; a new one in the system's temporary directory by default")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds after which all is killed")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -317,9 +323,23 @@ def main() -> None:
         "--worker",
     ]
     try:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": str(where / "extensions"),
+        }
         command = [sys.executable, *launch, f"--directory={where}", *options]
-        subprocess.run(command, env=environment, check=True)
+        process = subprocess.Popen(command, env=environment)
+        try:
+            if process.wait(arguments.timeout):
+                raise SystemExit("a rank has failed; its error is above")
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun passes it on, and kills its workers after 30 s
+            process.wait(60)
+            raise SystemExit(f"not done within {arguments.timeout} s (--timeout)") from None
+        finally:
+            process.kill()
     finally:
         shutil.rmtree(where, ignore_errors=True)
 

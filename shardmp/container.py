@@ -14,12 +14,13 @@ import io
 import math
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from .checksum import crc32
 
 LIMIT_32 = 2**32 - 1
 STORAGES = {
@@ -72,7 +73,7 @@ def wrap(dtype: torch.dtype, sizes: Sequence[int], crc: int, limit: int = LIMIT_
     """
     archive = _Archive(limit)
     for name, content in (("data.pkl", _pickled(dtype, sizes)), ("byteorder", b"little"), ("version", b"3\n")):
-        archive.entry(name, len(content), zlib.crc32(content))
+        archive.entry(name, len(content), crc32(content))
         archive.written += content
     length = math.prod(sizes) * dtype.itemsize
     archive.entry("data/0", length, crc)

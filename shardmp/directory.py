@@ -11,7 +11,8 @@ Invariant: a directory named step-... is complete: it got its name, by one renam
     .removing-...       an old one on its way out
 
 Rank 0 alone changes the directory. Numbers behind the step order checkpoints by when they were written: a run that was
-resumed from an older step writes newer checkpoints of smaller steps.
+resumed from an older step writes newer checkpoints of smaller steps. What is being written has a random name: two runs that
+save here at once, which they should not, cannot write into one checkpoint. The one that began first gets an error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +60,7 @@ def begin(root: Path, step: int) -> Path:
     newest = next(iter(complete(root)), None)
     match = _COMPLETE.fullmatch(newest.name) if newest else None
     serial = 1 + (int(match[2]) if match else 0)
-    path = root / f"{_WRITING}step-{step:09}.{serial}"
+    path = root / f"{_WRITING}{secrets.token_hex(4)}-step-{step:09}.{serial}"
     path.mkdir()
     return path
 
@@ -75,11 +77,11 @@ def commit(path: Path) -> Path:
 
 def committed(path: Path) -> Path:
     """The name that what is written at `path` will have."""
-    return path.with_name(path.name.removeprefix(_WRITING))
+    return path.with_name(path.name[path.name.index("step-") :])
 
 
 def _point_to(root: Path, name: str) -> None:
-    pointer = root / f"{_WRITING}{LATEST}"
+    pointer = root / f"{_WRITING}{secrets.token_hex(4)}-{LATEST}"
     with pointer.open("w") as file:
         file.write(name + "\n")
         file.flush()

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .checksum import crc32
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 FORMAT = 1
-_STRETCH = 2**24  # bytes read at a time
+STRETCH = 2**20  # bytes read at a time: their checksum is taken while they are in the cache
 
 
 class CheckpointError(RuntimeError):
@@ -44,6 +45,11 @@ class Record:
     def length(self) -> int:
         return self.head + self.data + self.tail
 
+    @property
+    def values(self) -> tuple[int, ...]:
+        """As `Record(*values)` takes them."""
+        return self.offset, self.head, self.data, self.tail, self.shell_crc, self.data_crc
+
 
 @dataclass
 class Manifest:
@@ -60,8 +66,8 @@ class Manifest:
     def dump(self) -> bytes:
         """As JSON, with a checksum of its own."""
         body = {**self.__dict__, "format": FORMAT}
-        body["records"] = {name: [list(astuple(r)) for r in found] for name, found in self.records.items()}
-        return b'{"crc32":%d,"body":%s}\n' % (zlib.crc32(_canonical(body)), _canonical(body))
+        body["records"] = {name: [r.values for r in found] for name, found in self.records.items()}
+        return b'{"crc32":%d,"body":%s}\n' % (crc32(_canonical(body)), _canonical(body))
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
@@ -74,7 +80,7 @@ class Manifest:
         try:
             whole = json.loads(path.read_bytes())
             body: dict[str, Any] = whole["body"]
-            intact = whole["crc32"] == zlib.crc32(_canonical(body))
+            intact = whole["crc32"] == crc32(_canonical(body))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing: this checkpoint is not complete") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -103,7 +109,7 @@ class Manifest:
             if found != size:
                 raise CheckpointError(f"{path} has {found} bytes; {size} were written")
         path = directory / METADATA
-        if zlib.crc32(path.read_bytes()) != self.metadata_crc:
+        if crc32(path.read_bytes()) != self.metadata_crc:
             raise CheckpointError(f"{path} is altered: its checksum is not the one in {MANIFEST}")
 
     def check_contents(self, directory: Path, names: Sequence[str]) -> None:
@@ -112,7 +118,7 @@ class Manifest:
         Raises:
             CheckpointError: the first place that has not.
         """
-        buffer = memoryview(bytearray(_STRETCH))
+        buffer = memoryview(bytearray(STRETCH))
         for name in names:
             with (directory / name).open("rb", buffering=0) as file:
                 for record in self.records[name]:
@@ -140,6 +146,6 @@ def read_crc(descriptor: int, offset: int, length: int, buffer: memoryview, crc:
         count = os.preadv(descriptor, [buffer[: min(length, len(buffer))]], offset)
         if not count:
             return ~crc
-        crc = zlib.crc32(buffer[:count], crc)
+        crc = crc32(buffer[:count], crc)
         offset, length = offset + count, length - count
     return crc

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import warnings
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
 from . import codec, directory
 from .agreement import dcp_is_quiet, group_for_files, meet, raise_first, together
+from .checksum import crc32
 from .collectives import Collectives
 from .manifest import MANIFEST, CheckpointError, Manifest
 from .module import ShardedModule
@@ -110,7 +110,7 @@ def load(
             collectives.poison(_HALF_LOADED)
             raise
         targets.apply(plain)
-    values, row = _restore(collectives, found, own, extra, per_rank)
+    values, row = _restore(collectives, found, own, extra, per_rank) if optimizer is not None else ({}, None)
     manifest = found.manifest
     return Loaded(
         found.path,
@@ -151,7 +151,7 @@ def _open(collectives: Collectives, root: Path, step: int | str | None) -> _Foun
         if STATE in metadata.state_dict_metadata:
             header = json.loads(bytes(reader.read_tensor(STATE).numpy().tobytes()))
         found.append(_Found(path, manifest, reader, header))
-        return None if manifest is None else zlib.crc32(manifest.dump())
+        return None if manifest is None else crc32((path / MANIFEST).read_bytes())
 
     told = together(collectives, opened)
     for rank, digest in enumerate(told):
@@ -245,13 +245,15 @@ def _restore(
     per_rank: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The user's objects and the random state, as they were."""
-    if found.header is None or RANKS not in own:
+    if found.header is None:
         return {}, None
     tensors = {int(name.removeprefix(TENSORS)): value for name, value in own.items() if name != RANKS}
     values: dict[str, Any] = codec.loads(found.header["extra"].encode(), tensors)
     for name, target in (extra or {}).items():
         if name in values:
             target.load_state_dict(values[name])
+    if RANKS not in own:  # what was imported from elsewhere has no random states
+        return values, None
     rows = own[RANKS]
     if len(rows) != collectives.world_size:
         if collectives.rank == 0:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from . import container, directory
-from .manifest import MANIFEST, METADATA, CheckpointError, Manifest, Record, altered
+from .checksum import crc32
+from .manifest import MANIFEST, METADATA, STRETCH, CheckpointError, Manifest, Record, altered
 
 _AT_ONCE = 2**28  # bytes of one call of the system
 
@@ -86,7 +86,7 @@ class Writer(StorageWriter):
                 for item in plan.items:
                     record = _write_item(descriptor, offset, item, planner.resolve_data(item))
                     where = None if item.index.offset is None else tuple(item.index.offset)
-                    written.items.append((item.index.fqn, where, astuple(record)))
+                    written.items.append((item.index.fqn, where, record.values))
                     offset += record.length
                 os.fsync(descriptor)
             except OSError as error:
@@ -114,7 +114,7 @@ class Writer(StorageWriter):
         content = pickle.dumps(metadata)
         sizes = {name: kept[-1].offset + kept[-1].length for name, kept in records.items()}
         sizes[METADATA] = len(content)
-        manifest = Manifest(metadata_crc=zlib.crc32(content), files=sizes, records=records, **self._about)
+        manifest = Manifest(metadata_crc=crc32(content), files=sizes, records=records, **self._about)
         for file_name, text in ((METADATA, content), (MANIFEST, manifest.dump())):
             with (self.path / file_name).open("xb") as file:
                 file.write(text)
@@ -142,16 +142,16 @@ def _write_item(descriptor: int, offset: int, item: WriteItem, value: Tensor | i
         value = value.detach().cpu()
         if value.dtype in container.STORAGES and value.numel():
             data = _bytes_of(value.contiguous())
-            crc = zlib.crc32(data)
+            crc = crc32(data)
             head, tail = container.wrap(value.dtype, value.shape, crc)
             _write(descriptor, [memoryview(head), data, memoryview(tail)])
-            return Record(offset, len(head), len(data), len(tail), zlib.crc32(tail, zlib.crc32(head)), crc)
+            return Record(offset, len(head), len(data), len(tail), crc32(tail, crc32(head)), crc)
         stream = io.BytesIO()
         torch.save(value.clone(), stream)
         value = stream
     blob = value.getbuffer()
     _write(descriptor, [blob])
-    return Record(offset, len(blob), 0, 0, zlib.crc32(blob), 0)
+    return Record(offset, len(blob), 0, 0, crc32(blob), 0)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -311,26 +311,31 @@ class Reader(StorageReader):
         return f"{self.path / name}: {index.fqn} in bytes {offset} to {offset + length}"
 
     def _read_data(self, descriptor: int, index: MetadataIndex, record: Record, data: memoryview) -> None:
-        head, tail = bytearray(record.head), bytearray(record.tail)
-        parts = [memoryview(head), data, memoryview(tail)]
-        self._fill(descriptor, index, record.offset, parts)
-        if zlib.crc32(tail, zlib.crc32(head)) != record.shell_crc or zlib.crc32(data) != record.data_crc:
+        shell = memoryview(bytearray(record.head + record.tail))
+        offset = record.offset + record.head
+        shell_crc = self._fill(descriptor, index, record.offset, shell[: record.head])
+        data_crc = self._fill(descriptor, index, offset, data)
+        shell_crc = self._fill(descriptor, index, offset + record.data, shell[record.head :], shell_crc)
+        if (shell_crc, data_crc) != (record.shell_crc, record.data_crc):
             raise altered(self.path / self._place(index)[0], record, index.fqn)
 
     def _blob(self, descriptor: int, index: MetadataIndex) -> bytearray:
         record = self._record(index)
         blob = bytearray(record.length)
-        self._fill(descriptor, index, record.offset, [memoryview(blob)])
-        if record.shell_crc >= 0 and zlib.crc32(blob) != record.shell_crc:
+        crc = self._fill(descriptor, index, record.offset, memoryview(blob))
+        if record.shell_crc not in (-1, crc):
             raise altered(self.path / self._place(index)[0], record, index.fqn)
         return blob
 
-    def _fill(self, descriptor: int, index: MetadataIndex, offset: int, parts: list[memoryview]) -> None:
-        while parts:
-            count = os.preadv(descriptor, _capped(parts), offset)
+    def _fill(self, descriptor: int, index: MetadataIndex, offset: int, part: memoryview, crc: int = 0) -> int:
+        """Read the bytes from `offset` on; their CRC-32, which goes on from `crc`."""
+        while part:
+            count = os.preadv(descriptor, [part[:STRETCH]], offset)
             if not count:
                 raise CheckpointError(f"{self._where(index)}: the file ends before")
-            parts, offset = _after(parts, count), offset + count
+            crc = crc32(part[:count], crc)
+            part, offset = part[count:], offset + count
+        return crc
 
     def read_tensor(self, name: str) -> Tensor:
         """One whole tensor, from all the boxes that it was written in."""

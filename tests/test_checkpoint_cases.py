@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -465,6 +466,29 @@ def save_and_change(root: Path) -> Any:
 
 def test_a_save_in_the_background_writes_the_values_at_the_call(tmp_path: Path) -> None:
     assert run_ranks(save_and_change, 2, tmp_path) == [True, True]
+
+
+def priorities(root: Path) -> tuple[int, int]:
+    model, optimizer = build()
+    seen = []
+    real = storage._write
+
+    def noting(*args: Any) -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        real(*args)
+
+    storage._write = noting
+    try:
+        shardmp.save(root, model, optimizer, background=True).wait()
+    finally:
+        storage._write = real
+    return min(seen), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_what_is_written_in_the_background_gives_way_to_the_training(tmp_path: Path) -> None:
+    for writing, training in run_ranks(priorities, 1, tmp_path):
+        assert writing >= 10 > training
 
 
 def failing_in_the_background(root: Path) -> str:

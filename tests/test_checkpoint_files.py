@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import shardmp
 from shardmp import CheckpointError, directory, storage
 from shardmp.manifest import Manifest
+from shardmp.storage import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:passing over a checkpoint")
 
@@ -327,6 +328,39 @@ def test_a_file_that_cannot_be_written_is_an_error_on_every_rank_and_leaves_noth
         assert "__1_0.distcp" in error
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["latest", "step-000000001.1", "step-000000002.2"]
+
+
+def save_within_a_save(root: Path) -> Any:
+    """A run saves; while it writes, another one saves the same step into the same directory."""
+    (model, optimizer), (other, others) = build(), build()
+    step(model, optimizer)
+    step(other, others)
+    with torch.no_grad():
+        for part in others._parameters.buckets:
+            part.master.mul_(2.0)
+    real = Writer.write_data
+
+    def interrupted(self: Writer, *args: Any) -> Any:
+        Writer.write_data = real  # type: ignore[method-assign]
+        written = real(self, *args)
+        shardmp.save(root, other, others)
+        return written
+
+    Writer.write_data = interrupted  # type: ignore[method-assign]
+    with pytest.raises(OSError) as caught:
+        shardmp.save(root, model, optimizer)
+    expected = masters(others)
+    loaded = shardmp.load(root, model, optimizer, step="latest good")
+    return str(caught.value), loaded.path.name, equal(masters(optimizer), expected)
+
+
+def test_of_two_runs_that_save_at_once_one_is_whole_and_the_other_gets_an_error(tmp_path: Path) -> None:
+    """A job that was thought dead, and its successor: no file of one may end up in the other's checkpoint."""
+    for error, name, same in run_ranks(save_within_a_save, 1, tmp_path):
+        assert "No such file" in error
+        assert name == "step-000000001.1"
+        assert same
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000000001.1"]
 
 
 def save_fails(root: Path) -> str:

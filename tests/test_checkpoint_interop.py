@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardmp
+from shardmp.checksum import crc32
 from shardmp.container import STORAGES, wrap
 from shardmp.layout import Entry, boxes, plan
 from shardmp.planning import ShortPlanner
@@ -249,6 +250,14 @@ def test_head_elements_and_tail_are_what_torch_load_reads(dtype: torch.dtype, li
 
 
 # -- the cost of planning
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 2**20 + 7])
+def test_the_checksum_is_the_zip_formats(size: int) -> None:
+    """Whichever library computes it: files travel between machines that have one or the other."""
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tobytes()
+    assert crc32(data) == zlib.crc32(data)
+    assert crc32(data[3:], crc32(data[:3])) == zlib.crc32(data)
 
 
 @pytest.mark.parametrize("bucket_mb", [8, 16384])
