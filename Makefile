@@ -4,8 +4,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 MPI_STAMP := .venv/.installed-mpi
 INTEROP_STAMP := .venv/.installed-interop
+BENCH_STAMP := .venv/.installed-bench
 
-.PHONY: setup demo test test-slow test-interop test-cluster lint format bench clean
+.PHONY: setup demo test test-slow test-interop test-cluster test-gpu cluster lint format bench clean
 
 setup: $(STAMP)
 
@@ -26,10 +27,11 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
 $(INTEROP_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable '.[test,interop]' torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[test,interop,deepspeed]' torch==2.13.0
 	touch $@
 
-# Real models and loops of transformers, peft, Accelerate and Fabric; optimizers of bitsandbytes and torchao.
+# Real models and loops of transformers, peft, Accelerate and Fabric; optimizers of bitsandbytes and torchao; checkpoints
+# of DeepSpeed.
 test-interop: $(INTEROP_STAMP)
 	$(BIN)/python -m pytest -m interop tests/interop
 
@@ -42,6 +44,14 @@ test-cluster: $(MPI_STAMP)
 	tiers="$$(tests/cluster/prepare.sh)" && \
 	SHARDMP_CLUSTER_REQUIRED="$$tiers" $(BIN)/python -m pytest -rs -m cluster tests/cluster
 
+# Builds the image and trains on two containers of two ranks, on a Docker Engine that runs, or one of its own, or podman.
+cluster: setup
+	$(BIN)/python docker/cluster.py
+
+# The central tests on this machine's GPUs, one rank for each, and what can be seen on CUDA alone.
+test-gpu: setup
+	SHARDMP_TEST_DEVICE=cuda $(BIN)/python -m pytest -rs -m gpu
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,8 +61,13 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup
-	$(BIN)/python benchmarks/step.py
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[test,plot]' torch==2.13.0 deepspeed==0.19.8 ninja
+	touch $@
+
+# shardmp beside DDP, FSDP2, DeepSpeed and the machine's limits, some ten minutes: let nothing else run meanwhile.
+bench: $(BENCH_STAMP)
+	$(BIN)/python benchmarks/peers.py --markdown runs/peers.md --chart docs/peers.png
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

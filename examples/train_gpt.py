@@ -3,10 +3,12 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py      # two ranks
     python examples/train_gpt.py                                        # one rank, the same program
     python examples/train_gpt.py --checkpoints runs/gpt --resume auto   # goes on where it was stopped or killed
+    python examples/train_gpt.py --profile                              # a trace of three steps for Perfetto, TensorBoard
     python examples/train_gpt.py --help
 
 An ordinary training script: shardmp is the call in `main` that is marked, and `optimizer.backward(loss)`.
-The model is in gpt.py, the data in text.py, the progress bar, the metrics file and the table in display.py.
+The model is in gpt.py, the data in text.py, the progress bar, the metrics file and the table in display.py, the trace in
+profiling.py.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import profiling
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -118,10 +121,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--eval-every", type=count, default=100, help="steps between two validations")
     add("--eval-batches", type=count, default=16, help="batches of one rank in a validation")
     add("--metrics", type=Path, metavar="FILE", default=Path("runs/train_gpt.jsonl"), help="JSON Lines file to write")
+    profile_help = "trace three steps, each rank to FILE.rank<r>.pt.trace.json (FILE: runs/profile/train_gpt)"
+    where = {"nargs": "?", "const": Path("runs/profile/train_gpt"), "default": argparse.SUPPRESS}
+    add("--profile", type=Path, metavar="FILE", **where, help=profile_help)
     add("--prompt", default="The ", help="start of the sample that the trained model continues")
     add("--sample-bytes", type=at_least(int, 0), default=200, help="length of the sample")
 
-    return parser.parse_args(arguments, argparse.Namespace(checkpoints=None))
+    return parser.parse_args(arguments, argparse.Namespace(checkpoints=None, profile=None))
 
 
 @contextlib.contextmanager
@@ -270,6 +276,7 @@ def train(
     world: shardmp.World,
     display: Display,
     stop: StopRequest,
+    trace_step: Callable[[], None],
 ) -> tuple[dict[str, float], float] | None:
     """The losses at the end, and the bytes sent per step; None where Ctrl-C stopped the run before."""
     seed = args.seed + world.rank  # every rank draws other batches
@@ -298,6 +305,7 @@ def train(
             scheduler.step()
         losses.append(report.loss)
         display.step(step, report, optimizer, lr, tokens_per_step)
+        trace_step()
         if step % args.eval_every == 0 or step == args.steps:
             # Made anew each time: the same windows, so that validations can be compared.
             held_out = Batches(parts[1], args.context, args.batch, seed, world.device)
@@ -332,6 +340,8 @@ def main() -> int:
         config = GPTConfig(args.context, args.layers, args.width, args.heads)
         precision = precision_policy(args)
         check_checkpoints(args)
+        if args.profile is not None:
+            profiling.check(args.profile, args.steps)
         display = Display(is_first(), args.steps, args.metrics, append=args.resume == "auto")
 
     world = shardmp.init()
@@ -360,8 +370,8 @@ def main() -> int:
         f"{world.device.type}; {len(parts[0]):,} bytes to train on, {len(parts[1]):,} held out"
     )
     try:
-        with display:
-            done = train(args, model, optimizer, parts, world, display, stop)
+        with display, profiling.traced(args.profile, world, optimizer, display.say) as trace_step:
+            done = train(args, model, optimizer, parts, world, display, stop, trace_step)
     except SystemExit:  # SIGTERM: all ranks have saved and leave together
         display.say(f"stopped by SIGTERM after step {optimizer.steps} of {args.steps}, saved in {args.checkpoints}")
         if dist.is_initialized():

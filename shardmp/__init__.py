@@ -12,8 +12,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import formats
     from .api import shard
+    from .budgets import budget
     from .checkpoints import Checkpoints
+    from .deepspeed_import import Imported, import_deepspeed
     from .exporting import export
     from .manifest import CheckpointError
     from .module import ShardedModule
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "Checkpoints",
+    "Imported",
     "Loaded",
     "Overflow",
     "Precision",
@@ -35,7 +39,10 @@ __all__ = [
     "ShardedOptimizer",
     "StepReport",
     "World",
+    "budget",
     "export",
+    "formats",
+    "import_deepspeed",
     "init",
     "load",
     "save",
@@ -46,6 +53,7 @@ __all__ = [
 _HOME = {
     "CheckpointError": "manifest",
     "Checkpoints": "checkpoints",
+    "Imported": "deepspeed_import",
     "Loaded": "restoring",
     "Overflow": "verdict",
     "Precision": "precision",
@@ -54,7 +62,9 @@ _HOME = {
     "ShardedOptimizer": "optimizer",
     "StepReport": "verdict",
     "World": "world",
+    "budget": "budgets",
     "export": "exporting",
+    "import_deepspeed": "deepspeed_import",
     "init": "world",
     "load": "restoring",
     "save": "saving",
@@ -63,6 +73,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "formats":  # the one public name that is a module
+        return import_module(".formats", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'shardmp' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)

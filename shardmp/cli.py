@@ -203,6 +203,25 @@ def inspect_command(
             _say("intact: every byte has the checksum that was written", stderr=False)
 
 
+@app.command("import-deepspeed")
+def import_deepspeed_command(
+    source: Annotated[Path, typer.Argument(help="What was given to DeepSpeed's save_checkpoint, or a tag in it.")],
+    output: Annotated[Path, typer.Argument(help="A directory of checkpoints, for shardmp.load or Checkpoints.")],
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint. Default: what `latest` names.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="Adam or AdamW, where the files do not say which.")] = None,
+) -> None:
+    """Make a checkpoint of one that DeepSpeed has written with ZeRO 1, 2 or 3: masters, moments, steps, loss scale."""
+    with _errors_of("import-deepspeed"):
+        from .deepspeed_import import import_deepspeed
+
+        made = import_deepspeed(source, output, tag=tag, optimizer=optimizer)
+    _say(str(made.path), stderr=False)
+    _say(f"step {made.step}; DeepSpeed {made.version}, ZeRO-{made.stage}, {made.ranks} ranks", stderr=False)
+    _say(f"the run had: shardmp.shard(model, optimizer, {made.options})", stderr=False)
+    for name in made.dropped:
+        _say(f"left out, it is not made of plain values: {name}", stderr=False)
+
+
 @app.command("formats", context_settings={"ignore_unknown_options": True})  # a negative number is not an option
 def formats_command(
     number: Annotated[
@@ -234,7 +253,26 @@ def budget_command(
     backwards: Annotated[int, typer.Option(help="Backwards per step.")] = 1,
     bucket_mb: Annotated[float, typer.Option(help="MiB of parameters in a bucket.")] = 8.0,
     exact: Annotated[bool, typer.Option("--exact", help="reduce='exact'.")] = False,
-    fits: Annotated[str | None, typer.Option(metavar="SIZE", help="Find the fewest ranks that fit: 16GiB.")] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPES",
+            help="Trace the model's forward and backward: 4x128:int64, or ids=4x128:int64,labels=4x128:int64.",
+        ),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Called with the model and the batch's tensors. Default: the output's own loss, or its mean.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Whose kernels are traced: cpu or cuda. Default: cuda where there is one.")
+    ] = None,
+    fits: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Find the fewest ranks, and the largest batch, that fit: 16GiB.")
+    ] = None,
     flops: Annotated[
         float | None, typer.Option(help="FLOP/s of a rank: from how many tokens on is the wire hidden?")
     ] = None,
@@ -243,16 +281,79 @@ def budget_command(
 ) -> None:
     """Predict what each rank holds and sends, before anything is allocated."""
     with _errors_of("budget"):
-        from . import budgets
+        from . import budget_tables, budgets
 
-        entries = budgets.entries_of(params, model, precision, bucket_mb)
-        per_host = budgets.usual_ranks_per_host(ranks) if ranks_per_host is None else ranks_per_host
-        run = budgets.Run(entries, ranks, per_host, stage, precision, bucket_mb, moments, backwards, exact)
-        found = budgets.report(run, fits=fits, flops=flops, link=link)
+        found = budgets.budget(
+            model,
+            parameters=params,
+            ranks=ranks,
+            ranks_per_host=ranks_per_host,
+            stage=stage,
+            precision=precision,
+            moments=moments,
+            backwards=backwards,
+            bucket_mb=bucket_mb,
+            exact=exact,
+            batch=batch,
+            loss=loss,
+            device=device,
+            fits=fits,
+            flops=flops,
+            link=link,
+        )
         if as_json:
             print(json.dumps(found, indent=2))
         else:
-            _show(budgets.tables(found))
+            _show(budget_tables.tables(found))
+
+
+@app.command("doctor")
+def doctor_command(
+    params: Annotated[
+        str | None, typer.Option(help="Forecast the collectives of a step of so many parameters: 63e6, 7B.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="Of that step: fp16, bf16 or fp32.")] = "fp16",
+    stage: Annotated[int, typer.Option(help="Of that step: 1 or 2.")] = 2,
+    bucket_mb: Annotated[float, typer.Option(help="Of that step: MiB of parameters in a bucket.")] = 8.0,
+    backwards: Annotated[int, typer.Option(help="Of that step: backwards.")] = 1,
+    exact: Annotated[bool, typer.Option("--exact", help="Of that step: reduce='exact'.")] = False,
+    slow: Annotated[float, typer.Option(help="A host below this part of the usual bandwidth is slow.")] = 0.5,
+    min_mb_per_s: Annotated[float | None, typer.Option(help="MB/s that every link must reach. Default: any.")] = None,
+    max_latency_ms: Annotated[float | None, typer.Option(help="Latency that no link may exceed. Default: any.")] = None,
+    max_skew: Annotated[float, typer.Option(help="Seconds between the clocks of two hosts.")] = 1.0,
+    min_shm: Annotated[str, typer.Option(metavar="SIZE", help="What must be free in /dev/shm.")] = "1GiB",
+    every_rank: Annotated[bool, typer.Option("--every-rank", help="Pairs of all ranks, not of hosts.")] = False,
+    pair_mb: Annotated[float, typer.Option(help="MiB of the largest message between two ranks.")] = 16.0,
+    arrival_timeout: Annotated[float, typer.Option(help="Seconds in which all ranks must arrive.")] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for one collective.")] = 30.0,
+    backend: Annotated[str | None, typer.Option(help="gloo or nccl. Default: nccl where there is a GPU.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON, in place of tables.")] = False,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the report here, as JSON.")] = None,
+) -> None:
+    """Examine a cluster before a job: started on every rank, as the job will be. Exit code 1 where something is wrong."""
+    with _errors_of("doctor"):
+        from . import doctor, doctor_command
+
+        run = doctor_command.planned(params, precision, stage, bucket_mb, backwards, exact)
+        limits = doctor_command.thresholds(slow, min_mb_per_s, max_latency_ms, max_skew, min_shm)
+        most = int(pair_mb * 2**20)
+        settings = doctor.Settings(run, limits, every_rank, most, arrival_timeout, timeout, strict, backend)
+        code = doctor_command.run(settings, as_json, report, _say, _show)
+    raise typer.Exit(code)
+
+
+@app.command("env")
+def env_command(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """Describe this machine and how this process was started, for an issue. Secrets are not shown."""
+    with _errors_of("env"):
+        from . import environment_report
+
+        found = environment_report.report()
+        if as_json:
+            print(json.dumps(found, indent=2))
+        else:
+            _say("\n".join(environment_report.lines(found)), stderr=False)
 
 
 def main() -> None:

@@ -195,11 +195,12 @@ class ShardedOptimizer(Refusals):
             average=self._average,
             max_grad_norm=self._max_grad_norm if self._clip_once is None else self._clip_once,
         )
-        left_out = self._update.left_out(verdict, self._gradients.absent())
+        absent = self._gradients.absent()
+        left_out = self._update.left_out(verdict, absent)
         for index in reversed(range(len(self._layout.buckets))):  # in the order in which the next forward reads them
             with named_range("shardmp.update"):
                 self._gradients.round(index)
-                self._update.step_bucket(index, verdict, left_out)
+                self._update.step_bucket(index, verdict, left_out, absent)
             self._parameters.publish(index)
         self._parameters.finish_publishing()
         self._parameters.note_versions()

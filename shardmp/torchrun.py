@@ -44,8 +44,10 @@ def main() -> None:
     except SignalException as end:
         sys.exit(KILLED if killings.seen else 128 + int(end.sigval))
     except ChildFailedError as failed:
-        # Another node was told to stop: all ranks have saved the same step and left with this code.
-        if not all(failure.exitcode == STOPPED for failure in failed.failures.values()):
+        # Another node was told to stop: all ranks have saved the same step, and left with this code or, where torchrun's
+        # own SIGTERM met them after their last act, by it. Before that a rank takes it as a wish to stop.
+        codes = {failure.exitcode for failure in failed.failures.values()}
+        if STOPPED not in codes or not codes <= {STOPPED, -signal.SIGTERM}:
             raise
         sys.exit(STOPPED)
 

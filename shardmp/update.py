@@ -327,14 +327,15 @@ class Update:
     # -- one step
 
     def left_out(self, verdict: Verdict, absent: Sequence[int]) -> Container[int]:
-        """Parameters that this step must not touch.
+        """Parameters that this step must not touch, as far as the host must know: where kernels take no flags it waits.
 
         Args:
             absent: parameters that had no gradient on this rank. A rank that used all of its parameters knows that
-                none is left out; only a rank with an unused one, or an optimizer that needs its flag on the host,
-                waits for it.
+                none is left out.
         """
-        if not self.on_device and bool(verdict.found_inf):
+        if self.on_device:
+            return ()
+        if bool(verdict.found_inf):
             return range(len(verdict.vector))  # all
         return verdict.unused() if absent else ()
 
@@ -353,14 +354,22 @@ class Update:
         for group in self.inner.param_groups:
             group["params"] = []
 
-    def step_bucket(self, index: int, verdict: Verdict, left_out: Container[int]) -> None:
-        """Update this rank's pieces of one bucket, except those of the parameters `left_out`."""
+    def step_bucket(self, index: int, verdict: Verdict, left_out: Container[int], absent: Sequence[int]) -> None:
+        """Update this rank's pieces of one bucket, except those of the parameters `left_out`.
+
+        Args:
+            absent: parameters without a gradient on this rank: a flag of their own tells kernels whether any rank had one.
+        """
         tiles = [tile for tile in self.tiles[index] if tile.piece.param not in left_out]
         if not tiles:
             return
         if self.on_device:
             self._make_momentum(tiles)
-            self._step(tiles, grad_scale=verdict.grad_scale, found_inf=verdict.found_inf)
+            doubtful = {param: [tile for tile in tiles if tile.piece.param == param] for param in absent}
+            seen = [tile for tile in tiles if tile.piece.param not in doubtful] if absent else tiles
+            for some, found_inf in ((seen, verdict.found_inf), *((doubtful[p], verdict.skips(p)) for p in absent)):
+                if some:
+                    self._step(some, grad_scale=verdict.grad_scale, found_inf=found_inf)
             return
         for batch in _batches(tiles):
             for tile in batch:

@@ -149,7 +149,10 @@ class Verdict:
         # Rank 0's word counts on all ranks, so that no shard is divided by another number; a difference raises later.
         named = parts["divide_by"][0]
         divisor = torch.where(named != 0, named, usual)
-        total = parts["bins"].flip(0).cumsum(0)[-1]  # smallest unit first, one after the other
+        self._had_gradient = parts["had_gradient"]
+        total = parts["bins"][-1]
+        for larger in reversed(parts["bins"][:-1].unbind()):  # smallest unit first; a cumsum has no fixed order on CUDA
+            total = total + larger
         factor = scale.double() * divisor
         self.norm = total.sqrt() / factor
         self.found_inf = (~total.isfinite()).float()
@@ -161,6 +164,10 @@ class Verdict:
     def loss_not_finite(self) -> Tensor:
         """0-dim bool: a loss of this step was inf or NaN before it was scaled."""
         return self.losses[1] > 0
+
+    def skips(self, param: int) -> Tensor:
+        """0-dim FP32, 1.0 where the step must not touch the parameter: an overflow, or no rank had a gradient for it."""
+        return torch.maximum(self.found_inf, (self._had_gradient[param] == 0).float())
 
     def unused(self) -> set[int]:
         """Parameters without a gradient on any rank; waits for the device."""

@@ -1,6 +1,7 @@
 """One rank of a multi-rank test: the process that `ranks.py` starts, and the messages between the two.
 
-Owns   the process's output, stack dumps and torch state; a gloo process group per call, over the loopback interface.
+Owns   the process's output, stack dumps and torch state; a process group per call: gloo over the loopback interface, or
+       with SHARDMP_TEST_DEVICE=cuda NCCL, one GPU for each rank.
 Takes  calls: a function by name, pickled arguments, rank and world size.
 Gives  an outcome per call (value, skip or error), then, when the process group is gone, the word that it is idle. A
        rank that is done keeps its group until the pool releases it: its peers may still read what it has sent.
@@ -9,6 +10,7 @@ Invariant: a call finds the process as the first one did, and the process ends w
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -25,7 +27,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -33,6 +35,8 @@ from typing import Any
 
 import pytest
 
+# Where tests run: "" for the CPU, as `make test` does; "cuda" for `make test-gpu`; "cpu" goes the way of "cuda" on the CPU.
+DEVICE = os.environ.get("SHARDMP_TEST_DEVICE", "")
 IDLE = b"idle"
 RELEASE = b"release"
 # Imported once by the fork server. torch._dynamo is what the first torch.optim.Optimizer of a process imports, and
@@ -185,15 +189,38 @@ def _run(call: Call) -> Any:
     function = call.function.find()
     args, kwargs = pickle.loads(call.arguments)
     _reset_torch()
-    torch.distributed.init_process_group(
-        "gloo",
-        store=torch.distributed.FileStore(call.store, call.world_size),
-        rank=call.rank,
-        world_size=call.world_size,
-        timeout=timedelta(seconds=call.group_timeout),
-    )
-    torch.distributed.barrier()  # a rank that fails at once must not take its sockets from peers that still connect
-    return function(*args, **kwargs)
+    with _on_device(call.rank) as options:
+        torch.distributed.init_process_group(
+            **options,
+            store=torch.distributed.FileStore(call.store, call.world_size),
+            rank=call.rank,
+            world_size=call.world_size,
+            timeout=timedelta(seconds=call.group_timeout),
+        )
+        torch.distributed.barrier()  # a rank that fails at once must not take its sockets from peers that still connect
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _on_device(rank: int) -> Iterator[dict[str, Any]]:
+    """What the call makes lies on DEVICE; gives the options of the process group there."""
+    if not DEVICE:
+        yield {"backend": "gloo"}
+        return
+    import torch
+    from helpers import OnDevice
+
+    options: dict[str, Any] = {"backend": "gloo"}
+    if DEVICE == "cuda":
+        os.environ["LOCAL_RANK"] = str(rank)
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        # Bits are compared, so kernels must add in one order; cuBLAS wants the variable for that.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        options = {"backend": "nccl", "device_id": device}
+    with OnDevice(DEVICE):
+        yield options
 
 
 def _reset_torch() -> None:

@@ -1,4 +1,4 @@
-"""Tests on several ranks: `run_ranks` runs a function on N gloo ranks, `@on_ranks` makes a pytest test of one.
+"""Tests on several ranks: `run_ranks` runs a function on N ranks, `@on_ranks` makes a pytest test of one.
 
 Owns   a pool of worker processes that lives as long as pytest (importing torch takes seconds), and their directory.
 Takes  a module-level function, which travels by name, and arguments, which travel pickled.
@@ -27,7 +27,8 @@ from typing import Any
 
 import pytest
 import rank_worker
-from rank_worker import IDLE, PRELOADED, RELEASE, Call, Function, Outcome, run_body
+import torch
+from rank_worker import DEVICE, IDLE, PRELOADED, RELEASE, Call, Function, Outcome, run_body
 
 # Ranks that are still busy this long after the first failure hang in a collective, most likely, and are killed.
 GRACE = 1.5
@@ -117,9 +118,10 @@ class _Pool:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         # A fork server imports torch once and forks each worker from there, so that a killed pool is back within a
-        # second. macOS has frameworks that do not survive a fork.
-        self.context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-        if sys.platform == "linux":
+        # second. macOS has frameworks that do not survive a fork, nor does CUDA.
+        forks = sys.platform == "linux" and DEVICE != "cuda"
+        self.context = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
             self.context.set_forkserver_preload(PRELOADED)
         self.environment = dict(environment)
         self.directory = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -271,6 +273,8 @@ def run_ranks(
     come too late: torch is there before the fork.
     """
     __tracebackhide__ = True
+    if DEVICE == "cuda" and world_size > torch.cuda.device_count():
+        pytest.skip(f"needs {world_size} GPUs, one for each rank; here are {torch.cuda.device_count()}")
     reference = Function.of(function)
     arguments = _pickled(args, kwargs)
     alone = fresh or env is not None

@@ -151,7 +151,7 @@ def compute_in_fp32(module: nn.Module, output: torch.dtype | None) -> None:
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(torch.empty(0).device.type, enabled=False):
             result = inner(*cast(args, torch.float32), **cast(kwargs, torch.float32))
         return result if output is None else cast(result, output)
 
@@ -175,7 +175,7 @@ class Replica:
             return self.model(*args, **kwargs)
         if not self.autocast:
             args, kwargs = cast(args, self.dtype), cast(kwargs, self.dtype)
-        with torch.autocast("cpu", dtype=self.dtype, enabled=self.autocast):
+        with torch.autocast(torch.empty(0).device.type, dtype=self.dtype, enabled=self.autocast):
             output = self.model(*args, **kwargs)
         return cast(output, torch.float32)
 

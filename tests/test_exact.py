@@ -33,7 +33,7 @@ def hash_of(values: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in values.items():
         digest.update(name.encode())
-        digest.update(value.contiguous().numpy().tobytes())
+        digest.update(value.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

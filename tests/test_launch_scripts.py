@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
-SCRIPTS = sorted(path.name for path in (ROOT / "launch").iterdir())
+SCRIPTS = sorted(path.name for path in (ROOT / "launch").iterdir() if path.is_file())
 TINY = [
     "--layers",
     "1",
@@ -165,17 +165,21 @@ def test_a_missing_mpirun_is_an_error_that_says_what_to_install() -> None:
 
 
 def in_a_job(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    stand_in(tmp_path / "srun")
+    """The batch script with stand-ins for srun and scontrol. CODES: the exit code of each call of srun."""
+    script = Path(stand_in(tmp_path / "srun"))
+    script.write_text(f"{script.read_text()}set -- $(cat {tmp_path}/codes)\ncode=$1\nshift\n")
+    with script.open("a") as file:
+        file.write(f'echo "$@" > {tmp_path}/codes\nexit "${{code:-0}}"\n')
+    (tmp_path / "codes").write_text(variables.pop("CODES", "0"))
+    stand_in(tmp_path / "scontrol")
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    return run("slurm.sbatch", *arguments, PATH=path, SLURM_JOB_ID="7", **variables)
+    given = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "PYTHON": "python9", "DOCTOR": "0", **variables}
+    return run("slurm.sbatch", *arguments, PATH=path, **given)
 
 
 def test_slurm_starts_the_ranks_themselves_and_ends_with_the_first_failure(tmp_path: Path) -> None:
     """A RANK that the submitting shell had exported does not reach the tasks: it would contradict Slurm's."""
-    done = in_a_job(
-        tmp_path, "--lr", "1", SLURM_SUBMIT_DIR=str(ROOT), PYTHON="python9", SLURM_CPUS_PER_TASK="8", SLURM_GPUS_ON_NODE="8",
-        RANK="0", WORLD_SIZE="1",
-    )  # fmt: skip
+    done = in_a_job(tmp_path, "--lr", "1", SLURM_CPUS_PER_TASK="8", SLURM_GPUS_ON_NODE="8", RANK="0", WORLD_SIZE="1")
     expected = [
         "--kill-on-bad-exit=1",
         "--label",
@@ -190,7 +194,7 @@ def test_slurm_starts_the_ranks_themselves_and_ends_with_the_first_failure(tmp_p
 
 
 def test_slurm_without_gpus_binds_none(tmp_path: Path) -> None:
-    done = in_a_job(tmp_path, SLURM_SUBMIT_DIR=str(ROOT), PYTHON="python9")
+    done = in_a_job(tmp_path)
     assert done.stdout.splitlines()[:-1] == ["--kill-on-bad-exit=1", "--label", "python9", EXAMPLE]
 
 
@@ -204,3 +208,56 @@ def test_a_job_submitted_elsewhere_says_which_script_is_missing(tmp_path: Path) 
     done = in_a_job(tmp_path, SLURM_SUBMIT_DIR=str(tmp_path))
     assert done.returncode == 2
     assert f"no script {tmp_path}/examples/train_gpt.py" in done.stderr
+
+
+SRUN = ["--kill-on-bad-exit=1", "--label", "python9"]
+ENVIRONMENT = "RANK=unset OMP_NUM_THREADS=1"
+
+
+def test_the_doctor_comes_first_and_the_job_follows_only_where_nothing_is_wrong(tmp_path: Path) -> None:
+    doctor = [*SRUN, "-m", "shardmp.cli", "doctor"]
+    well = in_a_job(tmp_path, DOCTOR="1", DOCTOR_OPTIONS="--params 7e9")
+    assert well.stdout.splitlines() == [*doctor, "--params", "7e9", ENVIRONMENT, *SRUN, EXAMPLE, ENVIRONMENT]
+    ill = in_a_job(tmp_path, DOCTOR="1", CODES="1")
+    assert ill.stdout.splitlines() == [*doctor, ENVIRONMENT]
+    assert ill.returncode == 1
+    assert "DOCTOR=0" in ill.stderr
+
+
+def requeued(done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether scontrol was asked to queue the job again."""
+    return done.stdout.splitlines()[-3:] == ["requeue", "7", "RANK=unset OMP_NUM_THREADS=1"]
+
+
+def test_a_job_whose_ranks_were_told_to_stop_is_queued_again_if_it_can_resume(tmp_path: Path) -> None:
+    """143 = 128 + SIGTERM, with which ranks leave that have saved. A run that cannot resume would start over for ever."""
+    resumes = ("--resume", "auto")
+    assert requeued(in_a_job(tmp_path, *resumes, CODES="143"))
+    assert requeued(in_a_job(tmp_path, *resumes, CODES="143", DOCTOR="1"))  # told so while the doctor was there
+    assert requeued(in_a_job(tmp_path, CODES="143", MAX_REQUEUES="3", SLURM_RESTART_COUNT="2"))
+    for arguments, variables in (
+        ((), {"CODES": "143"}),
+        (resumes, {"CODES": "1"}),
+        (resumes, {"CODES": "0"}),
+        (resumes, {"CODES": "143", "MAX_REQUEUES": "3", "SLURM_RESTART_COUNT": "3"}),
+    ):
+        done = in_a_job(tmp_path, *arguments, **variables)
+        assert not requeued(done)
+        assert done.returncode == int(variables["CODES"])
+
+
+def test_a_cancelled_job_is_not_queued_again(tmp_path: Path) -> None:
+    """scancel tells the batch script as well as the ranks; `scancel --signal=TERM` and the time limit tell the ranks alone."""
+    script = tmp_path / "srun-that-is-cancelled"
+    script.write_text("#!/bin/sh\nkill -TERM $PPID\nexit 143\n")
+    script.chmod(0o755)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "srun").symlink_to(script)
+    stand_in(folder / "scontrol")
+    done = run(
+        "slurm.sbatch", "--resume", "auto", PATH=f"{folder}{os.pathsep}{os.environ['PATH']}", SLURM_JOB_ID="7",
+        SLURM_SUBMIT_DIR=str(ROOT), DOCTOR="0",
+    )  # fmt: skip
+    assert done.returncode == 143
+    assert not requeued(done)

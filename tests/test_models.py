@@ -368,7 +368,7 @@ def test_an_autocast_region_around_the_loop_never_keeps_old_weights() -> None:
         torch.manual_seed(0)
         policy = shardmp.Precision(keep_fp32=("weight",), init_scale=256.0)
         model, optimizer = sharded(nn.Linear(4, 4), lr=0.5, precision=policy)
-        with torch.autocast("cpu", torch.float16, enabled=outer):
+        with torch.autocast(torch.empty(0).device.type, torch.float16, enabled=outer):
             for _ in range(3):
                 optimizer.backward(model(torch.ones(2, 4)).square().mean())
                 optimizer.step()

@@ -150,7 +150,7 @@ def test_evaluation_right_after_a_step_sees_the_new_weights(name: str, way: str)
         optimizer.step()
         if way == "submodule":
             target = model.module  # the plain module, called from outside the wrapper
-            with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            with torch.no_grad(), torch.autocast(x.device.type, torch.float16):
                 found = target(x).float()
         else:
             model.train(way != "eval")

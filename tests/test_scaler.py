@@ -12,7 +12,7 @@ from shardmp.scaler import LossScaler
 
 
 def run(precision: Precision, skips: list[bool], bad_loss: list[bool] | None = None) -> tuple[list[float], LossScaler]:
-    scaler = LossScaler(precision, torch.device("cpu"))
+    scaler = LossScaler(precision, torch.empty(0).device)
     scales = []
     for step, skip in enumerate(skips):
         bad = bool(bad_loss and bad_loss[step])

@@ -14,6 +14,10 @@ import os, pathlib, signal, sys, time
 def stop(*_):
     if sys.argv[1] == "saves":
         sys.exit(143)
+if sys.argv[1] == "lingers":
+    if os.environ["LOCAL_RANK"] == "0":
+        sys.exit(143)
+    time.sleep(60)
 signal.signal(signal.SIGTERM, stop)
 if sys.argv[1] == "fails":
     sys.exit(3)
@@ -25,13 +29,28 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "code"), [("saves", 143), ("ignores", 137), ("leaves", 143), ("fails", 1)])
+@pytest.mark.parametrize(
+    ("what", "code"), [("saves", 143), ("ignores", 137), ("leaves", 143), ("lingers", 143), ("fails", 1)]
+)
 def test_exit_code_says_how_the_ranks_ended(what: str, code: int, tmp_path: Path) -> None:
-    """SIGTERM: ranks that leave in time, and one that must be killed. Then ranks that left because another node was told
-    to, and one that failed. Kubernetes, Docker and batch scripts go by this number alone."""
+    """SIGTERM: ranks that leave in time, and one that must be killed. Then ranks that left because another node was told to,
+    one of them ended by torchrun in its last moment, and one that failed. Whoever restarts jobs goes by this number alone."""
     script, ready = tmp_path / "script.py", tmp_path / "ready"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "shardmp.cli", "launch", "--shutdown-timeout", "2", str(script), what, str(ready)]
+    ranks = "2" if what == "lingers" else "1"
+    command = [
+        sys.executable,
+        "-m",
+        "shardmp.cli",
+        "launch",
+        "--nproc-per-node",
+        ranks,
+        "--shutdown-timeout",
+        "2",
+        str(script),
+        what,
+        str(ready),
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             if what in ("saves", "ignores"):

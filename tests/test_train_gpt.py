@@ -18,7 +18,9 @@ import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))  # where the program's own imports look when it runs as a script
+sys.path.insert(0, str(EXAMPLES.parent / "benchmarks"))
 
+import timeline  # noqa: E402
 import train_gpt  # noqa: E402
 from display import Display, duration_text, scale_text  # noqa: E402
 from gpt import GPT, GPTConfig, generate  # noqa: E402
@@ -46,18 +48,19 @@ def test_two_ranks_train_from_text_to_table(tmp_path: Path) -> None:
     """The command of the README, with a first loss scale that must overflow: it is skipped, named and recovered from."""
     metrics = tmp_path / "new" / "metrics.jsonl"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--steps", "4", "--eval-every", "3", "--accumulate", "2", "--sample-bytes", "12", "--prompt", "Python é"]
-    scale = ["--init-scale", str(2.0**32), "--metrics", str(metrics)]
+    options = ["--steps", "6", "--eval-every", "3", "--accumulate", "2", "--sample-bytes", "12", "--prompt", "Python é"]
+    scale = ["--init-scale", str(2.0**32), "--metrics", str(metrics), "--profile", str(tmp_path / "traces" / "run")]
     command = [*launch, str(EXAMPLES / "train_gpt.py"), *TINY, *options, *scale]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    sockets = environment(SHARDMP_READ_NEIGHBOURS="0")  # as between hosts: there a forward waits for its parameters
+    done = subprocess.run(command, env=sockets, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
 
     lines = lines_of(metrics)
     assert [line["kind"] for line in lines] == [
-        "options", "step", "step", "step", "validation", "step", "validation", "summary"
+        "options", "step", "step", "step", "validation", "step", "step", "step", "validation", "summary"
     ]  # fmt: skip
     steps = [line for line in lines if line["kind"] == "step"]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     assert all(5.0 < line["loss"] < 6.0 for line in steps)  # an untrained model's: ln 256 = 5.55
     assert steps[0]["loss_scale"] == 2.0**32
     assert steps[0]["skipped"]
@@ -78,6 +81,40 @@ def test_two_ranks_train_from_text_to_table(tmp_path: Path) -> None:
     assert summary["sent_per_step"] == summary["predicted_sent_per_step"]
     assert f"{summary['held']['moments'] / 1e6:.2f}" in done.stdout
     assert "sent per step" in done.stdout
+    assert "trace of 3 steps in " in done.stdout
+    for rank in (0, 1):
+        check_trace(tmp_path / "traces" / f"run.rank{rank}.pt.trace.json", rank)
+
+
+def check_trace(path: Path, rank: int) -> None:
+    """Three steps after the warm-up, each with all of shardmp's ranges, in what Perfetto and TensorBoard's plugin read.
+
+    Chrome's trace events: "X" is a range, `ts` and `dur` are microseconds. The plugin takes each `NAME.pt.trace.json` of a
+    folder for a worker's, and the rank from `distributedInfo`.
+    """
+    trace = json.loads(path.read_text())
+    assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
+    ranges = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    steps = [event for event in ranges if event["name"].startswith("ProfilerStep#")]
+    assert [step["name"] for step in steps] == ["ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"]  # counted from 0
+    for step in steps:
+        inside = {event["name"] for event in ranges if 0 <= event["ts"] - step["ts"] <= step["dur"]}
+        own = {name.removeprefix("shardmp.") for name in inside if name.startswith("shardmp.")}
+        assert own >= {"forward_wait", "reduce", "verdict", "update", "gather"}
+        check_timeline(path, step["name"])
+
+
+def check_timeline(path: Path, name: str) -> None:
+    """What benchmarks/timeline.py draws of a step: its phases in their order, and each range in the phase it belongs to."""
+    spans = timeline.read_spans(path)
+    (step,) = (step for step in timeline.steps_of(spans, path) if step.name == name)
+    lanes = timeline.lanes_of(spans, step)
+    (forward,), (backward,), (update,) = lanes["forward"], lanes["backward"], lanes["step()"]
+    assert step.begin == forward.begin < forward.end == backward.begin < backward.end
+    assert backward.end <= update.begin < update.end <= step.end
+    for lane in ("verdict", "update", "gather"):
+        assert all(update.begin <= span.begin < span.end <= update.end for span in lanes[lane])
+    assert all(forward.end <= span.begin < span.end <= backward.end for span in lanes["reduce"])
 
 
 def test_ctrl_c_on_one_rank_stops_both_after_the_same_step(tmp_path: Path) -> None:
@@ -175,6 +212,8 @@ def test_a_useless_text_is_one_line_from_rank_0_and_status_2(
         (["--width", "100", "--heads", "3"], "width must be a multiple of heads, got width 100 and 3 heads"),
         (["--metrics", "/dev/null/metrics"], "--metrics /dev/null/metrics: "),
         (["--steps", "0"], "--steps: expected at least 1, got 0"),
+        (["--steps", "5", "--profile"], "--profile: the trace is of steps 4 to 6, --steps is 5"),
+        (["--profile", "/dev/null/folder/trace"], "--profile /dev/null/folder/trace: "),
         (["--lr", "nan"], "--lr: expected at least 0.0, got nan"),
         (["--batch", "two"], "--batch: invalid int value: 'two'"),
     ],

@@ -1,7 +1,7 @@
 """Fixtures of the cluster tests: labs of hosts, ranks that start in a moment, and the rule for what cannot run here.
 
-A tier (namespaces, openmpi, mpich) that a machine cannot run is skipped with its reason. `make test-cluster` lists in
-SHARDMP_CLUSTER_REQUIRED the tiers that this machine can run: there a skip is a failure.
+A tier (namespaces, firewall, openmpi, mpich, slurm, containers) that a machine cannot run is skipped with its reason. `make
+test-cluster` lists in SHARDMP_CLUSTER_REQUIRED the tiers that this machine can run: there a skip is a failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 
 import netlab
 import pytest
+import slurmlab
 from netlab import Host, Lab, Process
+from slurmlab import Slurm
 
 HERE = Path(__file__).parent
 
@@ -83,23 +85,42 @@ def _namespaces() -> str | None:
     return netlab.cannot_run()
 
 
-@pytest.fixture
-def make_lab(tmp_path: Path, _namespaces: str | None) -> Iterator[StartLab]:
-    """`make_lab(num_hosts, num_networks=1)`: hosts that are gone after the test."""
-    if _namespaces:
-        unavailable("namespaces", _namespaces)
+def _labs(directory: Path, cannot_run: str | None) -> Iterator[StartLab]:
+    """A function that makes labs, which are gone afterwards."""
+    if cannot_run:
+        unavailable("namespaces", cannot_run)
     with contextlib.ExitStack() as stack:
 
         def make(num_hosts: int, num_networks: int = 1) -> Lab:
-            directory = tmp_path / f"lab{len(labs)}"
-            directory.mkdir()
-            labs.append(stack.enter_context(Lab(directory, num_hosts, num_networks)))
+            folder = directory / f"lab{len(labs)}"
+            folder.mkdir()
+            labs.append(stack.enter_context(Lab(folder, num_hosts, num_networks)))
             return labs[-1]
 
         labs: list[Lab] = []
         yield make
         for lab in labs:  # shown with a failed test
             print(lab.report())
+
+
+@pytest.fixture
+def make_lab(tmp_path: Path, _namespaces: str | None) -> Iterator[StartLab]:
+    """`make_lab(num_hosts, num_networks=1)`: hosts that are gone after the test."""
+    yield from _labs(tmp_path, _namespaces)
+
+
+@pytest.fixture(scope="module")
+def make_module_lab(tmp_path_factory: pytest.TempPathFactory, _namespaces: str | None) -> Iterator[StartLab]:
+    """The same, for hosts that several tests of a module look at."""
+    yield from _labs(tmp_path_factory.mktemp("module"), _namespaces)
+
+
+@pytest.fixture
+def firewall(_namespaces: str | None) -> None:
+    """Hosts can drop packets: `Host.block`."""
+    reason = _namespaces or netlab.cannot_block()
+    if reason:
+        unavailable("firewall", reason)
 
 
 @pytest.fixture(scope="session")
@@ -179,6 +200,17 @@ def mpich() -> Path:
         unavailable("mpich", "needs MPICH's mpiexec.hydra (Debian: mpich) and the package mpi4py")
     assert found is not None
     return Path(found)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory, _namespaces: str | None) -> Iterator[Slurm]:
+    """A Slurm of three nodes."""
+    reason = _namespaces or slurmlab.cannot_run()
+    if reason:
+        unavailable("slurm", reason)
+    with Lab(tmp_path_factory.mktemp("slurm"), 4) as lab, Slurm(lab) as cluster:
+        yield cluster
+        print(lab.report())
 
 
 @pytest.fixture(scope="session", autouse=True)

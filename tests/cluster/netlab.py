@@ -32,6 +32,7 @@ POLL = 0.02
 LIMIT = 240.0
 SHOWN_OUTPUT = 3000
 PR_SET_PDEATHSIG = 1
+FIREWALL = ("iptables", "-A", "INPUT", "-i", "eth+", "-p", "tcp", "--syn")
 
 T = TypeVar("T")
 _labs = itertools.count()
@@ -64,6 +65,21 @@ def cannot_run() -> str | None:
         ip("-n", name, "link", "add", "probe", "type", "bridge")
     except RuntimeError as error:
         return f"network namespaces need root with CAP_SYS_ADMIN and CAP_NET_ADMIN ({error})"
+    finally:
+        _remove(name)
+    return None
+
+
+def cannot_block() -> str | None:
+    """Why hosts here can have no firewall; None where they can."""
+    if shutil.which("iptables") is None:
+        return "needs iptables"
+    name = f"{PREFIX}-{os.getpid()}-firewall"
+    try:
+        ip("netns", "add", name)
+        ip("netns", "exec", name, *FIREWALL, "--dport", "1", "-j", "DROP")
+    except RuntimeError as error:
+        return f"the kernel takes no rule of iptables ({error})"
     finally:
         _remove(name)
     return None
@@ -175,6 +191,19 @@ class Host:
     def mend(self, network: int = 0) -> None:
         ip("-n", self.lab.switch, "link", "set", f"port{network}-{self.number}", "master", f"switch{network}")
 
+    def cap(self, rate: str, network: int = 0) -> None:
+        """What this host sends is shaped to a rate, such as 100mbit; what it receives is not."""
+        shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
+        self.run("tc", "qdisc", "add", "dev", f"eth{network}", "root", *shape)
+
+    def block(self, ports: str) -> None:
+        """A firewall: new connections to these TCP ports (N or N:M) of this host are dropped, and nobody is told."""
+        self.run(*FIREWALL, "--dport", ports, "-j", "DROP")
+
+    def run(self, *command: str) -> None:
+        """A command that sets something up in this host's network."""
+        ip("netns", "exec", self.netns, *command)
+
     def pids(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.netns).split()]
 
@@ -189,8 +218,17 @@ class Host:
             *("sh", "-c", 'hostname "$0" && exec "$@"', self.name),
         ]
 
-    def start(self, command: Sequence[str], env: Mapping[str, str] | None = None, limit: float = LIMIT) -> Process:
-        """Run a command here. It is killed after `limit` seconds, and with the test process."""
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        limit: float = LIMIT,
+        enter: Sequence[str] | None = None,
+    ) -> Process:
+        """Run a command here. It is killed after `limit` seconds, and with the test process.
+
+        `enter` is another start of the command line than the host's usual one.
+        """
         log = self.lab.new_log(self)
 
         def begin() -> None:  # both hold across exec, neither is inherited by the command's own children
@@ -199,7 +237,7 @@ class Host:
 
         with log.open("wb") as output:
             popen = subprocess.Popen(
-                [*self.enter(), *command],
+                [*(self.enter() if enter is None else enter), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -46,6 +46,15 @@ def test_host_reaches_its_peers_until_it_is_cut_off_and_nothing_else(make_lab: C
     assert not reaches(first, "192.0.2.1")
 
 
+@pytest.mark.usefixtures("firewall")
+def test_firewall_drops_new_connections_to_its_own_host_alone(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab(2)
+    first, second = lab.hosts
+    second.block("9")
+    assert not reaches(first, second.address)
+    assert reaches(second, first.address)
+
+
 def test_processes_know_their_own_host_name_and_files(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab(2)
     lab.hosts[1].write_hosts("10.1.2.3 elsewhere")
