@@ -59,8 +59,9 @@ def test_c44_gradients_and_buffers_are_released_deepspeed_3306(stage: int) -> No
         storages.clear()
         held.append(live_bytes() - before)
     assert max(held[1:]) - min(held[1:]) <= 64 * 1024, held
-    # What is held is what the library says, and the two tiles of scratch in which sums are formed.
-    assert held[-1] <= sum(optimizer.memory().values()) + 2**20 + 64 * 1024
+    # What is held is what the library says, and three tiles: two of FP32 in which sums are formed, one of FP16 into which
+    # neighbours' rows are read.
+    assert held[-1] <= sum(optimizer.memory().values()) + 2**20 + 2**18 + 64 * 1024
 
 
 @STAGES

@@ -78,7 +78,6 @@ VARIANTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"stage": 1, "overlap": False}),
     (3, {"dealing": "in turn", "bucket_mb": 0.004}),
     (4, {"dealing": "in turn", "stage": 1, "bucket_mb": 0.001, "overlap": False}),
-    (6, {"bucket_mb": 0.004}),
     (6, {"hosts": "aaabbb", "dealing": "in turn"}),
     (8, {"dealing": "in turn"}),
     (8, {"hosts": "aaaabbbb", "stage": 1}),

@@ -133,7 +133,7 @@ def assert_equal(found: tuple[Any, ShardedOptimizer, list[reference.StepTrace]],
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("backwards", [1, 2, 3])
+@pytest.mark.parametrize("backwards", [1, 3])
 @on_ranks(1, 2, 3, 4)
 def test_masters_equal_the_reference_for_every_stage_bucket_size_and_overlap(
     world_size: int, precision: str, backwards: int
