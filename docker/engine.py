@@ -273,7 +273,7 @@ def _start_daemon(stack: contextlib.ExitStack, command: list[str], log: Path, en
 
 def _wait_until_it_answers(engine: Engine, log: Path) -> None:
     deadline = time.monotonic() + START_LIMIT
-    while engine.docker("info", check=False).returncode:
+    while not _answers(engine):
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"it does not answer within {START_LIMIT:g} s:\n{log.read_text(errors='replace')[-2000:]}"
@@ -281,6 +281,14 @@ def _wait_until_it_answers(engine: Engine, log: Path) -> None:
         time.sleep(0.2)
     for kind in ("container", "network", "volume"):  # what a run that was killed has left in this engine of ours
         engine.docker(kind, "prune", "--force")
+
+
+def _answers(engine: Engine) -> bool:
+    """A daemon that has just opened its socket may let the first question wait for ever."""
+    try:
+        return engine.docker("info", limit=10, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def main() -> int:
