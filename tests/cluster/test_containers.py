@@ -36,7 +36,11 @@ RESUMED = r"resumed after step (\d+) from \S+, saved by (\d+) ranks"
 SIGNAL_RANKS = """
 import os, pathlib, signal, sys
 for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-    if b"\\0LOCAL_RANK=" in path.read_bytes():  # torchrun gives it to ranks, and has none itself
+    try:
+        environment = path.read_bytes()
+    except OSError:  # a health check that begins or ends
+        continue
+    if b"\\0LOCAL_RANK=" in environment:  # torchrun gives it to ranks, and has none itself
         os.kill(int(path.parent.name), signal.Signals[sys.argv[1]])
         print(path.parent.name)
 """
