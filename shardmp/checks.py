@@ -20,6 +20,11 @@ from .precision import DTYPES, Precision
 
 
 def check_scaler(policy: Precision, collectives: Collectives, scaler: Any) -> None:
+    """Whether a scale can be shared with the optimizer that the user named.
+
+    Raises:
+        TypeError, ValueError: no, by name.
+    """
     if scaler is None:
         return
     if not isinstance(scaler, ShardedOptimizer):
@@ -45,6 +50,11 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
 
 def check_model(model: nn.Module, policy: Precision, device: torch.device) -> None:
+    """Whether the model can be sharded, and trained in this precision on this device.
+
+    Raises:
+        TypeError, ValueError: no, by name.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard(model): expected an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -98,6 +108,11 @@ def _check_statistics(model: nn.Module, policy: Precision) -> None:
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Whether the optimizer steps this model's trainable parameters, each once.
+
+    Raises:
+        TypeError, ValueError: no, by name.
+    """
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(optimizer): it is sharded already")
     if not isinstance(optimizer, Optimizer):

@@ -225,9 +225,9 @@ class Parameters:
 
     def too_large(self) -> Tensor:
         """1 + the index of a parameter whose master FP16 cannot hold, as 0-dim FP64; 0 where there is none."""
-        found = torch.zeros((), dtype=torch.float64, device=self._collectives.device)
         if self._collectives.device.type != "cpu":
             return self.too_large_unseen()
+        found = torch.zeros((), dtype=torch.float64)
         for bucket in self.buckets:
             # On the CPU the host may look for free; nothing is read where no tile is too large.
             tiles = torch.nonzero((bucket.extremes.abs() >= FP16_LIMIT).any(1)).view(-1).tolist()
