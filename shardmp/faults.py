@@ -91,7 +91,7 @@ class Roll:
         """
         found: list[str] = []
         # A store whose host is cut off answers nothing and has no time-out of its own.
-        inquiry = threading.Thread(target=lambda: found.append(self._inquire(is_broken)), daemon=True)
+        inquiry = threading.Thread(target=self._inquire, args=(is_broken, found.append), daemon=True)
         inquiry.start()
         inquiry.join(GRACE + LINGER)
         cause = found[0] if found else self._store_is_silent("does not answer")
@@ -108,13 +108,19 @@ class Roll:
 
     # -- the inquiry, in its thread
 
-    def _inquire(self, is_broken: Callable[[int], bool]) -> str:
+    def _inquire(self, is_broken: Callable[[int], bool], answer: Callable[[str], None]) -> None:
         try:
-            return self._ask(_store(), is_broken)
+            store = _store()
+            text, present = self._ask(store, is_broken)
         except Exception:  # of whatever kind the store's are: the connection to it is lost
-            return self._store_is_silent("is gone")
+            answer(self._store_is_silent("is gone"))
+            return
+        answer(text)  # before the wait for others: it must not cost this rank what it knows
+        with contextlib.suppress(Exception):
+            self._linger(store, present)
 
-    def _ask(self, store: Store, is_broken: Callable[[int], bool]) -> str:
+    def _ask(self, store: Store, is_broken: Callable[[int], bool]) -> tuple[str, int]:
+        """What is said of the fault, and how many ranks have said that they failed."""
         deadline, pause = time.monotonic() + GRACE, 0.05
         silent = list(range(len(self.members)))
         while True:
@@ -123,7 +129,7 @@ class Roll:
             silent = self._silent(store, silent)
             if not silent or time.monotonic() > deadline or all(self._is_known(store, rank) for rank in silent):
                 break
-            time.sleep(pause)
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, 0.4)
         guilty = self._most_certain(store, silent, is_broken)
         reasons = [self._reason(store, rank) for rank in guilty[:8]]
@@ -132,8 +138,7 @@ class Roll:
         text = "; ".join(reasons) or "all ranks are there, but not at the same place"
         if len(self.members) <= _LISTED:
             text += ". " + self._places(store)
-        self._linger(store, len(self.members) - len(silent))
-        return text
+        return text, len(self.members) - len(silent)
 
     def _silent(self, store: Store, ranks: Sequence[int]) -> list[int]:
         """Which of `ranks` have not said that they failed; by halves, since one question may name many keys."""

@@ -22,6 +22,7 @@ from helpers import sharded
 from ranks import run_ranks
 from torch import nn
 
+from shardmp import faults
 from shardmp.faults import GRACE, LINGER, Member, Roll
 
 TIMEOUT = 3.0
@@ -158,3 +159,15 @@ def test_a_store_that_is_gone_is_said_so_and_delays_nothing() -> None:
         "rank 1 (host b, pid 2) at shard(): verdict failed: the store is gone: host a of rank 0 is dead, stopped or cut off "
         "from host b [Connection closed by peer]"
     )
+
+
+def test_rank_0_names_the_culprit_though_it_waits_in_vain_for_others_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store in it answers: the whole grace for silent ranks, and the stay for one that never reads, change nothing."""
+    store = dist.HashStore()
+    monkeypatch.setattr(faults, "_store", lambda: store)
+    members = [Member(0, "a", "a", 1, "", "1"), Member(1, "a", "a", 2, "", "2"), Member(2, "b", "b", 3, "", "3")]
+    store.set("shardmp/1/failed/1", "{}")
+    started = time.monotonic()
+    text = Roll(0, members, "shardmp/1").explain("verdict", "Connection closed by peer. Long advice.")
+    assert time.monotonic() - started < GRACE + LINGER + 0.5
+    assert "verdict failed: rank 2 (host b, pid 3) does not answer: its process or host is dead" in text
