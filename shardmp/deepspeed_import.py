@@ -94,7 +94,7 @@ def import_deepspeed(
     about = {"step": step, "ranks": saved.ranks, "torch": torch.__version__, "shardmp": version("shardmp")}
     path = directory.begin(Path(target), step)
     try:
-        _write(states, Writer(path, aliases, about))
+        _write(states, Writer(path, aliases, about, past_cache=False))
     except BaseException:
         directory.drop(path)
         raise

@@ -154,7 +154,7 @@ def save(
         state, aliases = to_save(model, optimizer, values.text, values.tensors, values.row, width)
         if background:
             state = _snapshot(optimizer, state)
-    writing = _Writing(collectives, path, number, aliases, keep)
+    writing = _Writing(collectives, path, number, aliases, keep, background)
     saving = Saving(writing.final)
     if background:
         saving._start(lambda: writing.run(state))
@@ -234,7 +234,13 @@ class _Writing:
     """The collective part of a save that may run in a thread: it uses a process group of its own."""
 
     def __init__(
-        self, collectives: Collectives, path: Path, step: int, aliases: Mapping[str, str], keep: int | None
+        self,
+        collectives: Collectives,
+        path: Path,
+        step: int,
+        aliases: Mapping[str, str],
+        keep: int | None,
+        background: bool,
     ) -> None:
         self.final = directory.committed(path)
         self._collectives = collectives
@@ -247,7 +253,7 @@ class _Writing:
             "torch": torch.__version__,
             "shardmp": version("shardmp"),
         }
-        self._writer = Writer(path, aliases, about)
+        self._writer = Writer(path, aliases, about, past_cache=background)
 
     def run(self, state: dict[str, Any]) -> None:
         """Write, and make it complete.

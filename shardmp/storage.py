@@ -29,9 +29,7 @@ from torch.futures import Future
 from . import container, directory
 from .checksum import crc32
 from .manifest import MANIFEST, METADATA, STRETCH, CheckpointError, Manifest, Record, altered
-
-_AT_ONCE = 2**28  # bytes of one call of the system
-
+from .new_file import NewFile
 
 # -- writing
 
@@ -53,13 +51,14 @@ class Writer(StorageWriter):
     Args:
         aliases: further names of tensors, by the name under which they are written (tied parameters).
         about: the manifest's other entries.
+        past_cache: write what takes the least CPU time, not what is done soonest: see new_file.py.
     """
 
-    def __init__(self, path: Path, aliases: Mapping[str, str], about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, aliases: Mapping[str, str], about: Mapping[str, Any], past_cache: bool) -> None:
         self.path = path
         self._aliases = aliases
         self._about = about
-        self._file = ""
+        self._past_cache = past_cache
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """DCP's: the path is given already."""
@@ -78,23 +77,17 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write this rank's items into its file, one after the other, and sync it."""
         written = _Written(plan.storage_data, [])
-        offset = 0
+        size = 0
         if plan.items:
-            path = self.path / written.file
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
+            with NewFile(self.path / written.file, self._past_cache) as file:
                 for item in plan.items:
-                    record = _write_item(descriptor, offset, item, planner.resolve_data(item))
+                    record = _write_item(file, item, planner.resolve_data(item))
                     where = None if item.index.offset is None else tuple(item.index.offset)
                     written.items.append((item.index.fqn, where, record.values))
-                    offset += record.length
-                os.fsync(descriptor)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from error
-            finally:
-                os.close(descriptor)
+                file.finish()
+                size = file.size
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(written.file), offset, written)])
+        done.set_result([WriteResult(MetadataIndex(written.file), size, written)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -137,20 +130,22 @@ class Writer(StorageWriter):
         return True
 
 
-def _write_item(descriptor: int, offset: int, item: WriteItem, value: Tensor | io.BytesIO) -> Record:
+def _write_item(file: NewFile, item: WriteItem, value: Tensor | io.BytesIO) -> Record:
+    offset = file.size
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.dtype in container.STORAGES and value.numel():
             data = _bytes_of(value.contiguous())
             crc = crc32(data)
             head, tail = container.wrap(value.dtype, value.shape, crc)
-            _write(descriptor, [memoryview(head), data, memoryview(tail)])
+            for part in (head, data, tail):
+                file.write(part)
             return Record(offset, len(head), len(data), len(tail), crc32(tail, crc32(head)), crc)
         stream = io.BytesIO()
         torch.save(value.clone(), stream)
         value = stream
     blob = value.getbuffer()
-    _write(descriptor, [blob])
+    file.write(blob)
     return Record(offset, len(blob), 0, 0, crc32(blob), 0)
 
 
@@ -158,32 +153,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, to read or to write."""
     values: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(values)
-
-
-def _write(descriptor: int, parts: list[memoryview]) -> None:
-    while parts := _after(parts, os.writev(descriptor, _capped(parts))):
-        pass
-
-
-def _capped(parts: Sequence[memoryview]) -> list[memoryview]:
-    """As much of the parts as one call of the system is given."""
-    found, left = [], _AT_ONCE
-    for part in parts:
-        if left:
-            found.append(part[:left])
-            left -= len(found[-1])
-    return found
-
-
-def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of the parts when `count` bytes are done."""
-    rest = []
-    for part in parts:
-        done = min(count, len(part))
-        count -= done
-        if done < len(part):
-            rest.append(part[done:])
-    return rest
 
 
 # -- reading

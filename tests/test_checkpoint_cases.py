@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from test_train_gpt import EXAMPLES, TINY, environment, lines_of
 from torch import Tensor, nn
 
 import shardmp
-from shardmp import Precision, directory, storage
+from shardmp import Precision, directory
+from shardmp.new_file import NewFile
 from shardmp.scaler import LossScaler
 
 SMALL = Precision(init_scale=8.0)  # nothing overflows
@@ -471,17 +474,14 @@ def test_a_save_in_the_background_writes_the_values_at_the_call(tmp_path: Path) 
 def priorities(root: Path) -> tuple[int, int]:
     model, optimizer = build()
     seen = []
-    real = storage._write
+    real = NewFile.write
 
-    def noting(*args: Any) -> None:
+    def noting(self: NewFile, part: Any) -> None:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        real(*args)
+        real(self, part)
 
-    storage._write = noting
-    try:
+    with unittest.mock.patch.object(NewFile, "write", noting):
         shardmp.save(root, model, optimizer, background=True).wait()
-    finally:
-        storage._write = real
     return min(seen), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
@@ -494,27 +494,15 @@ def test_what_is_written_in_the_background_gives_way_to_the_training(tmp_path: P
 def failing_in_the_background(root: Path) -> str:
     model, optimizer = build()
     shardmp.save(root, model, optimizer, background=True).wait()
-    before = os.pwrite if dist.get_rank() else os.write
-    assert before is not None
-
-    real = storage._write
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    if dist.get_rank() == 1:
-        storage._write = full
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            saving = shardmp.save(root, model, optimizer, background=True)
-            train(model, optimizer, range(1))
-            while not saving.done:
-                time.sleep(0.01)
-            with pytest.raises(OSError) as caught:
-                shardmp.save(root, model, optimizer)
-    finally:
-        storage._write = real
+    full = unittest.mock.patch.object(NewFile, "_flush", side_effect=OSError(28, "No space left on device"))
+    with warnings.catch_warnings(), full if dist.get_rank() == 1 else contextlib.nullcontext():
+        warnings.simplefilter("ignore")
+        saving = shardmp.save(root, model, optimizer, background=True)
+        train(model, optimizer, range(1))
+        while not saving.done:
+            time.sleep(0.01)
+        with pytest.raises(OSError) as caught:
+            shardmp.save(root, model, optimizer)
     shardmp.save(root, model, optimizer)
     return str(caught.value)
 

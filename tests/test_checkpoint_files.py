@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 import shardmp
-from shardmp import CheckpointError, directory, storage
+from shardmp import CheckpointError, directory, new_file, storage
 from shardmp.manifest import Manifest
 from shardmp.storage import Writer
 
@@ -93,13 +93,14 @@ def save_killed_at_every_call(root: Path) -> list[int]:
     values = {1: masters(optimizer)}
     other, fresh = build()
     moments = []
-    for calls, places in ((CALLS, range(100)), (("writev",), (0, 7, 30))):
+    new_file._AT_ONCE = 4096
+    for calls, places in ((CALLS, range(100)), (("write",), (0, 7, 30))):
         for number in places:
             child = os.fork()
             if not child:
                 _kill_at(number, calls)
                 step(model, optimizer)
-                shardmp.save(root, model, optimizer, keep=1)
+                shardmp.save(root, model, optimizer, keep=1, background=calls is not CALLS).wait()
                 os._exit(0)
             status = os.waitpid(child, 0)[1]
             loaded = shardmp.load(root, other, fresh)
