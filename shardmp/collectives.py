@@ -247,21 +247,21 @@ class Collectives:
             return Exchange(self._start(messages), found, [sums])
 
     def finish_exchange(
-        self, exchange: Exchange, out: Tensor, *, accumulate: bool, squares: Tensor, rest: Tensor | None = None
+        self, exchange: Exchange, out: Tensor, *, accumulate: bool, squares: Tensor, **over: Tensor
     ) -> None:
         """Wait until the rows are there, then sum them: see `Summation`.
 
         Args:
             out: (rows, shard) FP32, or FP64.
             squares: (rows, shard / 1024) FP32.
-            rest: (rows, shard) FP32 or nothing.
+            over: of a single row, `rest` or `kept`.
         """
+        assert not over or out.size(0) == 1
         self._wait(exchange.works, "reduce-scatter")
         with self._doing("reduce-scatter"):
             for index in range(out.size(0)):
                 rows = [source[index] for source in exchange.rows]
-                over = None if rest is None else rest[index]
-                self._sum(rows, out[index], accumulate=accumulate, squares=squares[index], rest=over)
+                self._sum(rows, out[index], accumulate=accumulate, squares=squares[index], **over)
 
     def start_native(self, rows: Tensor, out: Tensor) -> Exchange:
         """The backend's own reduce-scatter: sums in the wire's dtype, in the backend's order.

@@ -5,9 +5,10 @@ Takes:     rows of FP16 gradients, and FP32 ones of parameters kept in FP32, put
 Gives:     the exact sum of all rows of a step, rounded once to FP32.
 Invariant: an FP16 number is k / 2^24 with |k| < 2^40, so FP64 adds up to 8192 of them without rounding, in any order.
 
-[Note: one storage] A shard has 8 bytes per element: FP64 sums, or two FP32 numbers, the sum's rounding in the lower half,
-which the update reads, and in the upper one what the rounding left over. Of up to 256 rows that rest has at most 24 bits, so
-nothing is lost, and a step of one backward never reads FP64 from memory: a second backward widens the two to FP64.
+[Note: one storage] A shard has 8 bytes per element: FP64 sums, or the sum's rounding to FP32 in the lower half, which the
+update reads, and in the upper one what a second backward needs to widen it to FP64 without loss: of up to two rows in FP16
+the rows themselves, else what the rounding left over, which has at most 24 bits for up to 256 rows. So a step of one
+backward never reads FP64 from memory, and on two ranks computes nothing in it: FP32 rounds a sum of two numbers once.
 """
 
 from __future__ import annotations
@@ -42,22 +43,38 @@ class ExactShard:
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.wide = torch.zeros(numel, dtype=torch.float64, device=device)
-        self.narrow, self.rest = self.wide.view(torch.float32).view(2, numel)
+        self.narrow, self.rest, self._rows = _halves(self.wide)
         self._is_wide = False
+        self._num_kept = 0
 
-    def take(self, *, wide: bool) -> None:
-        """The sums have been put into `wide`, or into `narrow` and `rest`."""
-        self._is_wide = wide
+    def receive(self, num_rows: int | None, *, wide: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Where the sum goes, and what else is to be kept of it, as `Summation` calls it.
+
+        Args:
+            num_rows: how many rows of FP16 are about to be summed; None where rows are wider.
+            wide: keep the sum in FP64.
+        """
+        self._is_wide, self._num_kept = wide, 0
+        if wide:
+            return self.wide, {}
+        if num_rows is None or num_rows > len(self._rows):
+            return self.narrow, {"rest": self.rest}
+        self._num_kept = num_rows
+        return self.narrow, {"kept": self._rows[:num_rows]}
 
     def widen(self) -> None:
         """Another backward will be added: from here on the sum is FP64."""
         if self._is_wide:
             return
-        narrow, rest = self.narrow.clone(), self.rest.clone()  # `wide` lies over them
+        halves = self.wide.clone()  # `wide` lies over them
+        narrow, rest, rows = _halves(halves)
         for start in range(0, self.wide.numel(), TILE):
             part = slice(start, start + TILE)
-            # What the rounding of an inf left over is not a number.
-            self.wide[part] = narrow[part].double() + rest[part].masked_fill_(~narrow[part].isfinite(), 0.0)
+            if self._num_kept:
+                self.wide[part] = rows[: self._num_kept, part].double().sum(0)
+            else:
+                # What the rounding of an inf left over is not a number.
+                self.wide[part] = narrow[part].double() + rest[part].masked_fill_(~narrow[part].isfinite(), 0.0)
         self._is_wide = True
 
     def round(self) -> None:
@@ -78,6 +95,12 @@ class ExactShard:
     def values(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), rounded to FP32."""
         return self.sums[start:stop].float()
+
+
+def _halves(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The lower half as FP32, the upper one as FP32 and as two rows of FP16."""
+    narrow, rest = wide.view(torch.float32).view(2, -1)
+    return narrow, rest, rest.view(torch.float16).view(2, -1)
 
 
 def check_model(model: nn.Module, device: torch.device) -> None:

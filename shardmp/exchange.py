@@ -117,6 +117,7 @@ class Summation:
         accumulate: bool,
         squares: Tensor,
         rest: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> None:
         """Put rows[0] + rows[1] + ... into `out`, or add it to what is there.
 
@@ -126,6 +127,7 @@ class Summation:
             squares: FP32, one for each 1024 elements of `out`; receives the sum of squares of each block of the
                 result, rounded to FP32, taken while the tile is in the cache.
             rest: (shard,) FP32 like `out`: sum in FP64, and put here what its rounding in `out` leaves over.
+            kept: (rows, shard) of the rows' dtype: put the rows themselves here.
         """
         dtype = out.dtype if rest is None else torch.float64
         for pieces in zip(*rows, strict=True):
@@ -134,7 +136,11 @@ class Summation:
                 offset = pieces[0].offset + start
                 place = out[offset : offset + stop - start]
                 total = self._buffer("total", dtype, stop - start) if accumulate or rest is not None else place
-                self._add([piece.data[start:stop] for piece in pieces], total)
+                tiles: list[Tensor | Remote] = [piece.data[start:stop] for piece in pieces]
+                if kept is not None:
+                    places = kept[:, offset : offset + stop - start]
+                    tiles = [_fill(place, tile) for place, tile in zip(places, tiles, strict=True)]
+                self._add(tiles, total)
                 if accumulate:
                     place.add_(total)
                 elif rest is not None:
@@ -173,6 +179,10 @@ class Summation:
             found = torch.empty(self._tile, dtype=dtype, device=self._device)
             self._buffers[name, dtype] = found
         return found[:numel]
+
+
+def _fill(place: Tensor, tile: Tensor | Remote) -> Tensor:
+    return place.copy_(tile) if isinstance(tile, Tensor) else tile.read(place)
 
 
 def sum_squares(blocks: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:

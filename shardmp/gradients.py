@@ -308,16 +308,16 @@ class Gradients:
 
     def _sum_shard(self, flight: Flight, sources: Sequence[int | None]) -> None:
         bucket, exact = flight.bucket, flight.bucket.exact
-        # Where the step before had several backwards, splitting the sums would be a detour.
-        wide = self.reduced or not self._one_expected or self.layout.ranks > MAX_PAIRED
-        shard = exact.wide if exact is not None and wide else bucket.shard
-        rest = exact.rest.view(1, -1) if exact is not None and not wide else None
+        shard, over = bucket.shard, dict[str, Tensor]()
+        if exact is not None:
+            # Where the step before had several backwards, splitting the sums would be a detour.
+            wide = self.reduced or not self._one_expected or self.layout.ranks > MAX_PAIRED
+            are_fp16 = bucket.dtype == torch.float16 and self._route.num_hosts == 1
+            shard, over = exact.receive(len(sources) if are_fp16 else None, wide=wide)
         squares = bucket.block_squares.view(1, -1)
         self._collectives.finish_exchange(
-            flight.exchange, shard.view(1, -1), accumulate=self.reduced, squares=squares, rest=rest
+            flight.exchange, shard.view(1, -1), accumulate=self.reduced, squares=squares, **over
         )
-        if exact is not None:
-            exact.take(wide=wide)
         bucket.square_units()
         self._blame(
             bucket.culprits(flight.exchange.rows, sources, [self._collectives.rank], shard.view(1, -1), squares)

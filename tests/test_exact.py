@@ -107,11 +107,11 @@ def test_without_exact_the_hashes_differ() -> None:
 
 
 @pytest.mark.parametrize("backwards", [[1, 1, 3, 1, 1], [2, 1, 2, 1, 1], [1, 2, 1, 4, 4]])
-@on_ranks(2, 3)
+@on_ranks(1, 2, 3)
 def test_the_sum_stays_exact_where_the_number_of_backwards_changes(
     rank: int, world_size: int, backwards: list[int]
 ) -> None:
-    """A first backward's sum is kept as two FP32 numbers, and widened to FP64 if another one follows."""
+    """A first backward's sum is kept as its rows or as two FP32 numbers, and widened to FP64 if another one follows."""
     generator = torch.Generator().manual_seed(3)
     model, optimizer = sharded(
         nn.Linear(64, 64, bias=False),
