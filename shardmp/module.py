@@ -32,6 +32,14 @@ from .precision import Precision
 
 # Autocast on the CPU does not know their operators, which refuse FP32 inputs beside 16-bit weights.
 CAST_BY_HAND = (nn.Bilinear, nn.AdaptiveLogSoftmaxWithLoss)
+# Their kernels take a 16-bit input beside FP32 weights and statistics and compute in FP32; a cast input would be kept for
+# backward, in 4 bytes an element.
+TAKES_16_BITS = (nn.modules.batchnorm._NormBase,)
+_STOCK_FORWARDS = (
+    nn.modules.batchnorm._BatchNorm.forward,
+    nn.SyncBatchNorm.forward,
+    nn.modules.instancenorm._InstanceNorm.forward,
+)
 
 
 class _WaitForReads(TorchFunctionMode):
@@ -159,11 +167,14 @@ class ShardedModule(nn.Module):
         """Give a module a forward with autocast off. Not by hooks: Dynamo cannot trace a region that they share."""
         inner = kept.forward
         device, policy = self._collectives.device.type, self._precision
+        takes_16_bits = isinstance(kept, TAKES_16_BITS) and type(kept).forward in _STOCK_FORWARDS
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with torch.autocast(device, enabled=False):
-                output = inner(*cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
+                if not takes_16_bits:
+                    args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+                output = inner(*args, **kwargs)
             # Without autocast nobody would cast the FP32 output for the next layer.
             return output if policy.autocast else cast_floating(output, policy.dtype)
 

@@ -147,12 +147,18 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def compute_in_fp32(module: nn.Module, output: torch.dtype | None) -> None:
-    """FP32 in and inside; its output too, or cast to a dtype where there is no autocast to cast it for the next layer."""
+    """FP32 in and inside; its output too, or cast to a dtype where there is no autocast to cast it for the next layer.
+
+    Batch and instance norm compute in FP32 by themselves, from 16 bits to 16 bits.
+    """
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(torch.empty(0).device.type, enabled=False):
-            result = inner(*cast(args, torch.float32), **cast(kwargs, torch.float32))
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                result = inner(*args, **kwargs)
+            else:
+                result = inner(*cast(args, torch.float32), **cast(kwargs, torch.float32))
         return result if output is None else cast(result, output)
 
     module.forward = forward

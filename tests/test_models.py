@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -436,3 +437,40 @@ def test_adaptive_softmax_takes_fp32_inputs_under_autocast(precision: str) -> No
             assert not optimizer.step().skipped
         losses[used] = loss.item()
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(6), (5, 6)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(6), (5, 6, 4, 4)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(6), (5, 6, 2, 3, 2)),
+    "without parameters": (lambda: nn.BatchNorm2d(6, affine=False), (5, 6, 4, 4)),
+    "without statistics": (lambda: nn.BatchNorm2d(6, track_running_stats=False), (5, 6, 4, 4)),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(6, affine=True), (5, 6, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", NORMS)
+def test_batch_norm_computes_in_fp32_from_and_to_16_bits(name: str, precision: str) -> None:
+    """As under torch's autocast: a cast input would be kept for backward in 4 bytes an element, for the same numbers."""
+    make, shape = NORMS[name]
+    torch.manual_seed(5)
+    norm = nn.Sequential(nn.Identity(), make())
+    extra = nn.Linear(2, 2)  # something that trains
+    plain = copy.deepcopy(norm[1])
+    model, _ = sharded(nn.ModuleDict({"norm": norm, "extra": extra}), precision=precision)
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    eps = torch.finfo(dtype).eps
+    x = (3.0 * torch.randn(shape) + 200.0).to(dtype)  # squares beyond FP16
+    for training in (True, False):
+        ours, wide = x.clone().requires_grad_(), x.float().requires_grad_()
+        kept = model.module["norm"][1].train(training)
+        got, expected = kept(ours), plain.train(training)(wide)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), expected, rtol=eps, atol=1e-4)
+        weight = torch.randn(shape).to(dtype)
+        (gradient,) = torch.autograd.grad(got, ours, weight)
+        (wide_gradient,) = torch.autograd.grad(expected, wide, weight.float())
+        torch.testing.assert_close(gradient.float(), wide_gradient, rtol=eps, atol=1e-4)
+    for ours, theirs in zip(kept.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0.0)
