@@ -59,7 +59,7 @@ class Precision:
         static_scale: a scale that never moves, in place of the dynamic one.
         keep_fp32: module classes, and patterns (as in a shell) of module or parameter names, that stay FP32: their
             trainable parameters keep FP32, and such modules compute in FP32 with autocast off. The norm layers by
-            default.
+            default. Inputs are cast to FP32, but for batch and instance norm, whose kernels take 16 bits.
         autocast: run the forward under `torch.autocast` in `param`'s dtype. Without it floating inputs are cast to it.
         output: "fp32" returns the wrapped model's floating outputs in FP32, so that a loss computed outside is FP32;
             "param" leaves them as they are.
