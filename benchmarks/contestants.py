@@ -91,7 +91,7 @@ class Contestant:
 # -- shardmp
 
 
-def _shardmp(precision: str, **options: Any) -> Callable[[Workload, Settings], Trainer]:
+def make_shardmp(precision: str, **options: Any) -> Callable[[Workload, Settings], Trainer]:
     def make(workload: Workload, settings: Settings) -> Trainer:
         plain = workload.build()
         adamw = torch.optim.AdamW(plain.parameters(), lr=settings.lr, fused=True)
@@ -229,7 +229,7 @@ def _list_shardmp() -> dict[str, Contestant]:
     for name, options in variants.items():
         precision = name.split("-")[1]
         shown = ", ".join(f"{key}={value!r}" for key, value in {"precision": precision, **options}.items())
-        found[name] = Contestant("shardmp", precision, True, f"shard({shown})", _shardmp(precision, **options))
+        found[name] = Contestant("shardmp", precision, True, f"shard({shown})", make_shardmp(precision, **options))
     return found
 
 

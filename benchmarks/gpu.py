@@ -111,13 +111,13 @@ def run(name: str, device: str, ranks: int, limit: float) -> dict[str, Any]:
                             start_new_session=True,
                         )
                     )
-            launching._wait(processes, limit, Path(folder))
+            launching.wait(processes, limit, Path(folder))
             row = json.loads((Path(folder) / "0.json").read_text())
         except LaunchError as error:
             row = {"failed": str(error), "details": error.details}
         finally:
             for process in processes:
-                launching._end(process)
+                launching.end(process)
         return {**row, "seconds": round(time.monotonic() - began, 1)}
 
 

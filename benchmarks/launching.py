@@ -75,14 +75,14 @@ def launch(job: Job, ranks: int, environment: Mapping[str, str], timeout: float)
                 with (Path(folder) / f"{rank}.log").open("wb") as log:
                     own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                     processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=log, start_new_session=True))
-            _wait(processes, timeout, Path(folder))
+            wait(processes, timeout, Path(folder))
         finally:
             for process in processes:
-                _end(process)
+                end(process)
         return combine([json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)])
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float, folder: Path) -> None:
+def wait(processes: list[subprocess.Popen[bytes]], timeout: float, folder: Path) -> None:
     deadline = time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
@@ -123,7 +123,7 @@ def _tail(path: Path) -> str:
     return path.read_text(errors="replace")[-4000:]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a rank's whole session: a compiler that it started must not go on, and hold a lock.
 
     Not its process group alone: ninja gives each compiler one of its own.

@@ -77,10 +77,10 @@ def contestant_of(name: str) -> Any:
     """One of `contestants` or `bounds`, or the one that is only here."""
     from bounds import BOUNDS
     from contestants import CONTESTANTS as ALL
-    from contestants import _shardmp
+    from contestants import make_shardmp
 
     if name == "shardmp-fp16-1mb":
-        return replace(ALL["shardmp-fp16"], about="shard(bucket_mb=1)", make=_shardmp("fp16", bucket_mb=1))
+        return replace(ALL["shardmp-fp16"], about="shard(bucket_mb=1)", make=make_shardmp("fp16", bucket_mb=1))
     return {**ALL, **BOUNDS}[name]
 
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from .layout import Entry
+from .layout import MIB, Entry
 from .precision import DTYPES, Precision, as_precision
 
 ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
@@ -121,9 +121,19 @@ def first_line(error: Exception) -> str:
 # -- what trains
 
 
-def entries_of_count(parameters: int, precision: str, bucket_mb: float) -> tuple[Entry, ...]:
-    """A model of which only the size is known: matrices that each fill a bucket, and a last one with the rest."""
-    numel = max(1, int(bucket_mb * 2**20) // ITEMSIZE[precision])
+def check_bucket_mb(bucket_mb: float | None) -> None:
+    """None leaves it to `shard`.
+
+    Raises:
+        ValueError: no size that `shard` takes.
+    """
+    if bucket_mb is not None and not 0 < bucket_mb <= 2**14:
+        raise ValueError(f"--bucket-mb: expected a size above 0 and at most 16384, got {bucket_mb:g}")
+
+
+def entries_of_count(parameters: int, precision: str, bucket_mb: float | None) -> tuple[Entry, ...]:
+    """A model of which only the size is known: matrices of so many MiB, by default 8, and a last one with the rest."""
+    numel = max(1, int((bucket_mb or 8.0) * MIB) // ITEMSIZE[precision])
     whole, rest = divmod(parameters, numel)
     return tuple(Entry(f"matrix {index}", n, precision) for index, n in enumerate([numel] * whole + [rest]) if n)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import budget_words as words
 from . import budgeting
 from .gradients import WINDOW
-from .layout import Entry, Layout, plan
+from .layout import MIB, Entry, Layout, plan, usual_bucket_bytes
 from .precision import DTYPES, Precision, as_precision
 
 if TYPE_CHECKING:  # imported where a batch is traced: torch's fake tensors take a second
@@ -44,7 +44,7 @@ class Run:
     ranks_per_host: int = 1
     stage: int = 2
     precision: str = "fp16"
-    bucket_mb: float = 8.0
+    bucket_mb: float | None = None
     moments: int = 2
     backwards: int = 1
     exact: bool = False
@@ -66,7 +66,11 @@ class Run:
 
     def layout(self) -> Layout:
         """The one that `shard` would make."""
-        bucket_bytes = max(1, int(self.bucket_mb * 2**20))
+        if self.bucket_mb is None:
+            whole = sum(entry.numel * ITEMSIZE[entry.dtype] for entry in self.entries)
+            bucket_bytes = usual_bucket_bytes(self.ranks, whole)
+        else:
+            bucket_bytes = max(1, int(self.bucket_mb * MIB))
         return plan(self.entries, self.ranks, bucket_bytes=bucket_bytes, itemsize=ITEMSIZE)
 
     def memory(self, layout: Layout) -> dict[str, int]:
@@ -137,7 +141,7 @@ def planned(
     precision: str | Precision = "fp16",
     moments: int = 2,
     backwards: int = 1,
-    bucket_mb: float = 8.0,
+    bucket_mb: float | None = None,
     exact: bool = False,
 ) -> Run:
     """The run that these words describe: see `budget`.
@@ -147,8 +151,7 @@ def planned(
     """
     if not isinstance(precision, Precision) and precision not in DTYPES:
         raise ValueError(f"--precision: expected one of {', '.join(DTYPES)}, got {precision!r}")
-    if not 0 < bucket_mb <= 2**14:
-        raise ValueError(f"--bucket-mb: expected a size above 0 and at most 16384, got {bucket_mb:g}")
+    words.check_bucket_mb(bucket_mb)
     if (parameters is None) == (model is None):
         raise ValueError(f"expected either --params or --model, got {'none' if model is None else 'both'}")
     policy, rest = as_precision(precision), 0
@@ -321,7 +324,7 @@ def budget(
     precision: str | Precision = "fp16",
     moments: int = 2,
     backwards: int = 1,
-    bucket_mb: float = 8.0,
+    bucket_mb: float | None = None,
     exact: bool = False,
     batch: str | None = None,
     loss: Loss | str | None = None,

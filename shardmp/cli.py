@@ -251,7 +251,9 @@ def budget_command(
     precision: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "fp16",
     moments: Annotated[int, typer.Option(help="FP32 states per parameter: AdamW 2, SGD with momentum 1.")] = 2,
     backwards: Annotated[int, typer.Option(help="Backwards per step.")] = 1,
-    bucket_mb: Annotated[float, typer.Option(help="MiB of parameters in a bucket.")] = 8.0,
+    bucket_mb: Annotated[
+        float | None, typer.Option(help="MiB of parameters in a bucket. Default: what shard() takes for so many ranks.")
+    ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="reduce='exact'.")] = False,
     batch: Annotated[
         str | None,
@@ -314,7 +316,9 @@ def doctor_command(
     ] = None,
     precision: Annotated[str, typer.Option(help="Of that step: fp16, bf16 or fp32.")] = "fp16",
     stage: Annotated[int, typer.Option(help="Of that step: 1 or 2.")] = 2,
-    bucket_mb: Annotated[float, typer.Option(help="Of that step: MiB of parameters in a bucket.")] = 8.0,
+    bucket_mb: Annotated[
+        float | None, typer.Option(help="Of that step: MiB of parameters in a bucket. Default: as shard() takes it.")
+    ] = None,
     backwards: Annotated[int, typer.Option(help="Of that step: backwards.")] = 1,
     exact: Annotated[bool, typer.Option("--exact", help="Of that step: reduce='exact'.")] = False,
     slow: Annotated[float, typer.Option(help="A host below this part of the usual bandwidth is slow.")] = 0.5,

@@ -29,7 +29,7 @@ Show = Callable[[RenderableType], None]
 
 
 def planned(
-    params: str | None, precision: str, stage: int, bucket_mb: float, backwards: int, exact: bool
+    params: str | None, precision: str, stage: int, bucket_mb: float | None, backwards: int, exact: bool
 ) -> budgets.Run | None:
     """The training whose step is forecast; None where no size was given.
 
@@ -40,8 +40,7 @@ def planned(
         return None
     if precision not in DTYPES:
         raise ValueError(f"--precision: expected one of {', '.join(DTYPES)}, got {precision!r}")
-    if not 0 < bucket_mb <= 2**14:
-        raise ValueError(f"--bucket-mb: expected a size above 0 and at most 16384, got {bucket_mb:g}")
+    budget_words.check_bucket_mb(bucket_mb)
     entries = budget_words.entries_of_count(budget_words.count(params), precision, bucket_mb)
     run = budgets.Run(entries, stage=stage, precision=precision, bucket_mb=bucket_mb, backwards=backwards, exact=exact)
     budgets.check(run)

@@ -15,6 +15,7 @@ import torch
 from helpers import sharded
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from typer.testing import CliRunner
 
 import shardmp
@@ -61,6 +62,20 @@ def test_a_budget_made_of_the_model_alone_is_what_ranks_hold_and_send(
             assert held[kind] == foreseen[kind], kind
     assert held["buckets"] <= foreseen["buckets"]
     assert optimizer.wire_bytes() - sent == budgets.figures(run)["sent_per_rank_and_step"]
+
+
+def test_without_a_bucket_size_the_layout_is_the_one_that_shard_makes_for_so_many_ranks() -> None:
+    """Beyond 8 ranks buckets grow; 64 of them are torch's fake process group, on the meta device."""
+    with torch.device("meta"):
+        model = layers(1024, 40)
+    run = Run(budget_words.entries_of_model(model, "fp16"), 64, 64)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    try:
+        _, optimizer = sharded(model, torch.optim.AdamW, 0.01)
+        assert optimizer._layout == run.layout()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(run.layout().buckets) < len(replace(run, bucket_mb=8.0).layout().buckets)
 
 
 def layers(width: int, count: int) -> nn.Module:
@@ -209,9 +224,9 @@ def test_an_exact_sum_takes_4_bytes_more_of_each_shard() -> None:
 
 
 def test_padding_is_named_where_many_ranks_cut_small_buckets() -> None:
-    found = budgets.figures(planned(124_000_000, ranks=8192, ranks_per_host=8))
+    found = budgets.figures(planned(124_000_000, ranks=8192, ranks_per_host=8, bucket_mb=8))
     assert found["padding"] == pytest.approx(0.96, abs=0.01)
-    assert "A larger --bucket-mb" in budget("--params", "124M", "--ranks", "8192").stdout
+    assert "A larger --bucket-mb" in budget("--params", "124M", "--ranks", "8192", "--bucket-mb", "8").stdout
     assert "Padding" not in budget("--params", "124M", "--ranks", "8").stdout
 
 
@@ -230,7 +245,7 @@ def test_communication_hides_later_across_hosts_by_the_bytes_of_the_card() -> No
 def test_thousands_of_ranks_take_seconds(ranks: int) -> None:
     """On any machine: no rank exists, and the layout is integers. The bytes are the formula's, and padding."""
     began = time.perf_counter()
-    run = planned(70_000_000_000, ranks=ranks, ranks_per_host=8, bucket_mb=256)
+    run = planned(70_000_000_000, ranks=ranks, ranks_per_host=8)
     found = budgets.figures(run)
     assert time.perf_counter() - began < 20
     ours = sum(found["memory"]["shardmp, stage 2"][kind] for kind in budgets.STATE)
