@@ -31,7 +31,7 @@ from .optimizer import ShardedOptimizer, check_max_norm
 from .parameters import Parameters
 from .precision import DTYPES, Precision, as_precision
 from .update import Update, probe
-from .world import init
+from .world import World, init
 
 ITEMSIZE = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in DTYPES.items()}
 
@@ -71,7 +71,9 @@ def shard(
     Bytes per 16-bit parameter and rank, with Adam on N ranks: 2 + 16/N, plus the buckets in flight.
 
     Args:
-        model: its trainable parameters become views of flat buckets in `precision`'s dtype, with rank 0's values.
+        model: its trainable parameters become views of flat buckets in `precision`'s dtype, with rank 0's values. It moves
+            to the rank's device (`World.device`); under gloo, whose device is the CPU, a model on a GPU stays there, and
+            messages go through host memory: for ranks that share a GPU.
         optimizer: an elementwise optimizer on the model's own parameters. Its class, groups and state are taken over;
             its own `step` raises from then on.
         precision: "fp16", "bf16", "fp32" or a `Precision`.
@@ -99,9 +101,7 @@ def shard(
     """
     _refuse_what_is_not_there(stage, units, free_after_forward)
     world = init()
-    device = world.device
-    if world.backend == "fake" and isinstance(model, nn.Module) and all(p.is_meta for p in model.parameters()):
-        device = torch.device("meta")  # a run that is only planned: everything but the numbers
+    device = _device_of(model, world)
     collectives = Collectives(group, device)
     collectives.at("shard()")
     policy, options, elementwise = _agree(
@@ -215,6 +215,17 @@ def _check_exact(policy: Precision, average: str) -> None:
 # -- agreement
 
 
+def _device_of(model: nn.Module, world: World) -> torch.device:
+    """Where this rank trains."""
+    devices = {p.device for p in model.parameters()} if isinstance(model, nn.Module) else set()
+    kinds = {device.type for device in devices}
+    if world.backend == "fake" and kinds <= {"meta"}:
+        return torch.device("meta")  # a run that is only planned: everything but the numbers
+    if world.backend == "gloo" and kinds == {"cuda"} and len(devices) == 1:
+        return devices.pop()  # the user's choice, for ranks that share a GPU, which NCCL refuses
+    return world.device
+
+
 def _agree(
     collectives: Collectives, model: nn.Module, optimizer: Optimizer, values: tuple[Any, ...], scaler: Any
 ) -> tuple[Precision, _Options, set[str]]:
@@ -232,6 +243,10 @@ def _agree(
         check_scaler(policy, collectives, scaler)
         check_model(model, policy, collectives.device)
         check_optimizer(model, optimizer)
+        if options.reduce == "native" and collectives.is_staged:
+            raise ValueError(
+                "shard(reduce='native'): gloo has no reduce-scatter of a GPU's tensors: use NCCL, or 'fp32'"
+            )
         if options.reduce == "exact":
             exact.check_model(model, collectives.device)
         found = policy, options, probe(optimizer)

@@ -32,6 +32,7 @@ from .messages import (
     TAKEN,
     Forwarded,
     Message,
+    Staged,
     landing,
     pairs,
 )
@@ -43,6 +44,10 @@ _instances = 0  # the largest number that an instance of this process has
 # Deprecated names since torch 2.13; 2.11 has only those.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _must_stage(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    return device.type == "cuda" and str(dist.get_backend(group)) == "gloo"
 
 
 class Collectives:
@@ -63,6 +68,7 @@ class Collectives:
         self.rank = 0 if alone else dist.get_rank(group)
         self.world_size = 1 if alone else dist.get_world_size(group)
         self.ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.is_staged = not alone and _must_stage(group, device)
         self.failure: str | None = None
         self.sent_bytes = 0
         self._has_control = False
@@ -135,11 +141,20 @@ class Collectives:
     def _start(self, messages: Sequence[Message]) -> list[Any]:
         """Start messages together: NCCL pairs them in order, and knows no tags; one by one they would wait in a circle."""
         self.sent_bytes += sum(m.data.numel() * m.data.element_size() for m in messages if m.sends)
-        if self.device.type == "cpu":
-            return [(self._isend if m.sends else self._receive)(m.data, m.peer, m.tag) for m in messages]
+        if self.device.type == "cpu" or self.is_staged:
+            return [self._start_alone(message) for message in messages]
         start = {True: dist.isend, False: dist.irecv}
         operations = [dist.P2POp(start[m.sends], m.data, self.ranks[m.peer], self.group) for m in messages]
         return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    def _start_alone(self, message: Message) -> Any:
+        """Under gloo each message is on its way by itself."""
+        sends, data, peer, tag = message
+        start = self._isend if sends else self._receive
+        if not self.is_staged:
+            return start(data, peer, tag)
+        host = data.cpu() if sends else torch.empty_like(data, device="cpu")
+        return Staged(start(host, peer, tag), host, None if sends else data)
 
     def _isend(self, data: Tensor, to: int, tag: int) -> Any:
         return dist.isend(data, self.ranks[to], self.group, self._tag + tag)
@@ -295,7 +310,7 @@ class Collectives:
         With two hops it crosses to the other hosts' ranks of this column, and a thread hands on what arrives from there,
         so that no rank waits for another one's next forward.
         """
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.is_staged:
             return self._start_nccl_gather(rows)
         tag = 8 * tag + GATHER
         members, columns, across = self.route.members, self.route.columns, self.route.across
@@ -335,7 +350,7 @@ class Collectives:
         """In a thread: what came from other hosts goes to the ranks of this one."""
         for work in crossing:
             work.wait()
-        return [self._isend(rows[row], peer, tag) for peer in peers for row in foreign]
+        return [self._start_alone(Message(True, rows[row], peer, tag)) for peer in peers for row in foreign]
 
     @cached_property
     def _forwarder(self) -> ThreadPoolExecutor:

@@ -29,6 +29,19 @@ class Message(NamedTuple):
     tag: int
 
 
+class Staged:
+    """The work of a message through host memory, for tensors on a GPU under gloo, which sends and receives only there."""
+
+    def __init__(self, work: Any, host: Tensor, place: Tensor | None) -> None:
+        self._work, self._host, self._place = work, host, place
+
+    def wait(self) -> None:
+        """Wait until it is sent, or has arrived; then it goes to its place."""
+        self._work.wait()
+        if self._place is not None:
+            self._place.copy_(self._host)
+
+
 class Forwarded:
     """The work of sending on what a thread waits for."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from helpers import sharded
+from helpers import masters, sharded, through_sockets
+from ranks import on_ranks
 from torch import Tensor, nn
 
 import shardmp
+from shardmp import collectives
 from shardmp.bucket_gradients import BucketGradients
 from shardmp.exchange import Part
 from shardmp.layout import Entry, plan
@@ -86,3 +90,24 @@ def test_a_loss_of_one_element_in_any_shape_trains(shape: tuple[int, ...]) -> No
         assert report.loss == loss.item()
         masters.append(optimizer.master("weight"))
     assert torch.equal(*masters)
+
+
+@on_ranks(2, 3)
+def test_messages_through_host_memory_bring_the_same_bits_and_bytes(rank: int) -> None:
+    """As under gloo for models on a GPU; here both memories are the host's."""
+
+    def trained() -> tuple[dict[str, Tensor], int]:
+        torch.manual_seed(3)
+        model, optimizer = sharded(nn.Sequential(nn.Linear(64, 600), nn.Linear(600, 64)), bucket_mb=0.05)
+        before = optimizer.wire_bytes()
+        for step in range(3):
+            optimizer.backward(model(torch.full((2, 64), 0.1 * (rank + step))).square().mean())
+            optimizer.step()
+        return masters(optimizer), optimizer.wire_bytes() - before
+
+    with through_sockets():
+        expected, sent = trained()
+        with patch.object(collectives, "_must_stage", lambda group, device: True):
+            found, staged = trained()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert staged == sent > 0
