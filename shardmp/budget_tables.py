@@ -131,7 +131,10 @@ def _fit_texts(found: dict[str, Any]) -> list[str]:
         hosts = ""
         if asked["ranks"] > found["ranks_per_host"] and asked["ranks_on_whole_hosts"]:
             hosts = f", on whole hosts of {found['ranks_per_host']}: {asked['ranks_on_whole_hosts']}"
-        said = [f"{where}: the fewest ranks that hold it are {asked['ranks']}, at stage {asked['stage']}{hosts}."]
+        buckets = "" if asked["bucket_mb"] is None else f", with --bucket-mb {asked['bucket_mb']:g} (bucket_mb)"
+        said = [
+            f"{where}: the fewest ranks that hold it are {asked['ranks']}, at stage {asked['stage']}{buckets}{hosts}."
+        ]
     if asked["largest_batch"] is not None:
         said.append(
             f"On {found['ranks']} ranks at stage {found['stage']} the largest batch that fits is {asked['largest_batch']:,}."

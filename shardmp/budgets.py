@@ -260,10 +260,16 @@ def smallest_fit(run: Run, limit: int, dynamic: int = 0) -> Run | None:
         limit: bytes for everything.
         dynamic: bytes of activations and batch.
 
-    Of stages that need the same ranks the one that sends least is taken, then the one that was asked for.
+    Of stages that need the same ranks the one that sends least is taken, then the one that was asked for. Where `shard`'s own
+    buckets, which grow with the ranks, are too large for any number of them, buckets of 8 MiB are tried.
     """
+    found = _smallest(run, limit - dynamic)
+    return _smallest(replace(run, bucket_mb=8.0), limit - dynamic) if found is None and run.bucket_mb is None else found
+
+
+def _smallest(run: Run, limit: int) -> Run | None:
     differ = run.backwards > 1 and not run.exact
-    tried = (_fewest(replace(run, stage=stage), limit - dynamic) for stage in (STAGES if differ else (run.stage,)))
+    tried = (_fewest(replace(run, stage=stage), limit) for stage in (STAGES if differ else (run.stage,)))
     fitting = [found for found in tried if found]
     return min(fitting, key=lambda one: (one.ranks, one.sent(one.layout()), one.stage != run.stage), default=None)
 
@@ -293,7 +299,9 @@ def fit_figures(run: Run, limit: int, traced: Traced | None) -> dict[str, Any]:
     """The fewest ranks that fit, with this batch where there is one, and the largest batch on the ranks that were named."""
     dynamic = traced.ours if traced else 0
     best = smallest_fit(run, limit, dynamic)
-    on_hosts = best and _fewest(replace(run, stage=best.stage), limit - dynamic, run.ranks_per_host)
+    on_hosts = best and _fewest(
+        replace(run, stage=best.stage, bucket_mb=best.bucket_mb), limit - dynamic, run.ranks_per_host
+    )
     batch = None
     if traced:
         from .activations import largest
@@ -305,6 +313,7 @@ def fit_figures(run: Run, limit: int, traced: Traced | None) -> dict[str, Any]:
         "limit": limit,
         "ranks": best and best.ranks,
         "stage": best and best.stage,
+        "bucket_mb": best and best.bucket_mb,
         "ranks_on_whole_hosts": on_hosts and on_hosts.ranks,
         "largest_batch": batch,
         "ranks_in_zero_stage_3": -(-in_zero // limit),

@@ -141,7 +141,7 @@ def test_the_table_shows_zeros_terms_beside_ours() -> None:
     assert together["ZeRO paper, stage 1"] == "31.4"
     assert together["ZeRO paper, stage 2"] == "16.6"
     assert together["ZeRO paper, stage 3"] == "1.88"
-    assert float(together["shardmp, stage 2"]) == pytest.approx(16.95, abs=0.06)
+    assert float(together["shardmp, stage 2"]) == pytest.approx(17.4, abs=0.06)  # 0.45 of it in buckets of 64 MiB
     assert "where is the saving?" in shown
 
 

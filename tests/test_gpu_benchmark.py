@@ -197,6 +197,13 @@ def test_parts_share_the_budget_and_what_it_leaves_out_is_a_row(monkeypatch: pyt
     assert rows["tests"] == {"failed": "no time left of the budget of 90 s"}
 
 
+@pytest.mark.parametrize("name", ["memory", "update", "train-shardmp"])
+def test_a_part_of_one_rank_runs_on_the_cpu(name: str) -> None:
+    row = gpu_parts.PARTS[name](Device("cpu"), 60.0)
+    assert row["found"]
+    assert row.get("met") is not False
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_on_the_cpu_every_part_that_makes_sense_there_runs_from_launch_to_table(tmp_path: Path) -> None:
