@@ -92,6 +92,8 @@ class Contestant:
 
 
 def make_shardmp(precision: str, **options: Any) -> Callable[[Workload, Settings], Trainer]:
+    """What makes shardmp's trainer; `options` are those of `shard`."""
+
     def make(workload: Workload, settings: Settings) -> Trainer:
         plain = workload.build()
         adamw = torch.optim.AdamW(plain.parameters(), lr=settings.lr, fused=True)

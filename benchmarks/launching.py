@@ -83,6 +83,11 @@ def launch(job: Job, ranks: int, environment: Mapping[str, str], timeout: float)
 
 
 def wait(processes: list[subprocess.Popen[bytes]], timeout: float, folder: Path) -> None:
+    """Wait until all ranks have ended well.
+
+    Raises:
+        LaunchError: one has not, or they take longer than `timeout` seconds; with the end of its log, in `folder`.
+    """
     deadline = time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]

@@ -25,7 +25,7 @@ from . import exact, tensorcore
 from .checks import check_model, check_optimizer, check_scaler, trainable
 from .collectives import Collectives
 from .gradients import Gradients
-from .layout import MIB, Entry, plan, usual_bucket_bytes
+from .layout import MIB, Entry, plan
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer, check_max_norm
 from .parameters import Parameters
@@ -123,9 +123,7 @@ def shard(
     entries = [
         Entry(name, p.numel(), "fp32" if name in kept else policy.param) for name, p in zip(names, params, strict=True)
     ]
-    whole = sum(entry.numel * ITEMSIZE[entry.dtype] for entry in entries)
-    size = options.bucket_bytes or usual_bucket_bytes(collectives.world_size, whole)
-    layout = plan(entries, collectives.world_size, bucket_bytes=size, itemsize=ITEMSIZE)
+    layout = plan(entries, collectives.world_size, bucket_bytes=options.bucket_bytes, itemsize=ITEMSIZE)
     _share_the_rest(model, collectives)
     for entry, p in zip(entries, params, strict=True):
         if not p.numel():

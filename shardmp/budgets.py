@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import budget_words as words
 from . import budgeting
 from .gradients import WINDOW
-from .layout import MIB, Entry, Layout, plan, usual_bucket_bytes
+from .layout import MIB, Entry, Layout, plan
 from .precision import DTYPES, Precision, as_precision
 
 if TYPE_CHECKING:  # imported where a batch is traced: torch's fake tensors take a second
@@ -66,11 +66,7 @@ class Run:
 
     def layout(self) -> Layout:
         """The one that `shard` would make."""
-        if self.bucket_mb is None:
-            whole = sum(entry.numel * ITEMSIZE[entry.dtype] for entry in self.entries)
-            bucket_bytes = usual_bucket_bytes(self.ranks, whole)
-        else:
-            bucket_bytes = max(1, int(self.bucket_mb * MIB))
+        bucket_bytes = None if self.bucket_mb is None else max(1, int(self.bucket_mb * MIB))
         return plan(self.entries, self.ranks, bucket_bytes=bucket_bytes, itemsize=ITEMSIZE)
 
     def memory(self, layout: Layout) -> dict[str, int]:

@@ -197,18 +197,20 @@ def plan(
     entries: Sequence[Entry],
     ranks: int,
     *,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     itemsize: dict[str, int],
     borders: Sequence[int] = (),
 ) -> Layout:
     """Pack `entries` (order of registration) into buckets for `ranks` ranks.
 
-    A bucket is closed once it holds `bucket_bytes` or more, where the dtype changes hands (each dtype has its own open
-    bucket), and at each of `borders`: indices of entries in order of registration before which a bucket must not reach
-    (stage 3's units). Buckets are numbered in the order in which the last of their gradients is expected.
-    Entries without elements lie nowhere.
+    A bucket is closed once it holds `bucket_bytes` (None: `usual_bucket_bytes`) or more, where the dtype changes hands
+    (each dtype has its own open bucket), and at each of `borders`: indices of entries in order of registration before
+    which a bucket must not reach (stage 3's units). Buckets are numbered in the order in which the last of their
+    gradients is expected. Entries without elements lie nowhere.
     """
     assert ranks >= 1
+    if bucket_bytes is None:
+        bucket_bytes = usual_bucket_bytes(ranks, sum(entry.numel * itemsize[entry.dtype] for entry in entries))
     assert bucket_bytes >= 1
     stops = set(borders)
     open_: dict[str, list[tuple[int, int]]] = {}

@@ -32,10 +32,9 @@ from .precision import Precision
 
 # Autocast on the CPU does not know their operators, which refuse FP32 inputs beside 16-bit weights.
 CAST_BY_HAND = (nn.Bilinear, nn.AdaptiveLogSoftmaxWithLoss)
-# Their kernels take a 16-bit input beside FP32 weights and statistics and compute in FP32; a cast input would be kept for
-# backward, in 4 bytes an element.
-TAKES_16_BITS = (nn.modules.batchnorm._NormBase,)
-_STOCK_FORWARDS = (
+# Forwards whose kernels take a 16-bit input beside FP32 weights and statistics and compute in FP32; a cast input would be kept
+# for backward, in 4 bytes an element. A subclass with a forward of its own may not.
+_TAKES_16_BITS = (
     nn.modules.batchnorm._BatchNorm.forward,
     nn.SyncBatchNorm.forward,
     nn.modules.instancenorm._InstanceNorm.forward,
@@ -167,7 +166,7 @@ class ShardedModule(nn.Module):
         """Give a module a forward with autocast off. Not by hooks: Dynamo cannot trace a region that they share."""
         inner = kept.forward
         device, policy = self._collectives.device.type, self._precision
-        takes_16_bits = isinstance(kept, TAKES_16_BITS) and type(kept).forward in _STOCK_FORWARDS
+        takes_16_bits = type(kept).forward in _TAKES_16_BITS
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
