@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -110,7 +110,7 @@ def serve(channel: Connection, log: str, stacks: str, environment: dict[str, str
     unwanted = ["cacheprovider", "faulthandler", "terminal"]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     pytest.main([*options, *(f"-pno:{name}" for name in unwanted)], plugins=[Serve()])
-    os._exit(0)
+    _end(os.path.dirname(log))  # the channel ends with pytest alone: a pool kills its ranks
 
 
 def _become_rank(log: str, stacks: str, environment: dict[str, str]) -> None:
@@ -129,14 +129,20 @@ def _become_rank(log: str, stacks: str, environment: dict[str, str]) -> None:
 
 
 def _end_with_parent(directory: str) -> None:
-    """A rank that hangs in a collective never reads its channel, so a thread watches for pytest's end.
-
-    A pytest that was killed has left the pool's directory to its ranks.
-    """
+    """A rank that hangs in a collective never reads its channel, so a thread watches for pytest's end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(directory, ignore_errors=True)
+    _end(directory)
+
+
+def _end(directory: str) -> NoReturn:
+    """A pytest that was killed has left the pool's directory to its ranks, some of which may still write there."""
+    for _ in range(100):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not os.path.exists(directory):
+            break
+        time.sleep(0.01)
     os._exit(1)
 
 
