@@ -31,8 +31,12 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-def together(collectives: Collectives, work: Callable[[], T]) -> list[T]:
-    """`work` on every rank, and what each has returned; an error on one is an error on all, which names its rank."""
+def together(collectives: Collectives, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """`work` on every rank, and what each has returned; an error on one is an error on all, which names its rank.
+
+    Args:
+        group: `group_for_files`, where the work reads files and takes one rank much longer than another.
+    """
     value: T | None = None
     error: Exception | None = None
     try:
@@ -40,7 +44,7 @@ def together(collectives: Collectives, work: Callable[[], T]) -> list[T]:
     except Exception as mistake:
         error = mistake
     kinds = [kind.__name__ for kind in type(error).__mro__]
-    told = collectives.gather_objects((kinds, str(error), value))
+    told = collectives.gather_objects((kinds, str(error), value), group)
     if error is not None:
         raise error
     for rank, (kinds, message, _) in enumerate(told):
@@ -55,10 +59,10 @@ def meet(collectives: Collectives, place: str) -> None:
     collectives.all_reduce(torch.zeros(1, dtype=torch.float64, device=collectives.device))
 
 
-def raise_first(error: CheckpointException, doing: str) -> NoReturn:
-    """DCP's collection of errors as the first of them."""
+def raise_first(error: CheckpointException, doing: str, alone: bool = False) -> NoReturn:
+    """DCP's collection of errors as the first of them; without its rank where DCP has run for this one alone."""
     rank, (cause, _) = sorted(error.failures.items())[0]
-    message = f"{doing} failed on rank {rank}: {cause}"
+    message = f"{doing} failed{'' if alone else f' on rank {rank}'}: {cause}"
     if isinstance(cause, OSError):
         raise OSError(cause.errno, message) from None
     raise CheckpointError(message) from None
@@ -70,11 +74,8 @@ def group_for_files(collectives: Collectives) -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def dcp_is_quiet(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """DCP warns of a rank that is alone; elsewhere the filters, which all threads share, are left as they are."""
-    if group is not None:
-        yield
-        return
+def dcp_is_quiet() -> Iterator[None]:
+    """DCP warns where it is to run for one rank alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

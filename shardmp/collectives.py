@@ -410,11 +410,16 @@ class Collectives:
             with self._doing("broadcast"):
                 dist.broadcast(tensor, self.ranks[source], group=self.group)
 
-    def gather_objects(self, value: object) -> list[Any]:
-        """What each rank has said, in rank order, where all are about to speak: through the short-timeout control group."""
-        found = self._gather(value, control_group(self.group) if self.world_size > 1 else None)
-        self._has_control = self.world_size > 1
-        return found
+    def gather_objects(self, value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """What each rank has said, in rank order.
+
+        Args:
+            group: of the same ranks; by default the control group with its short timeout, where all are about to speak.
+        """
+        if group is None and self.world_size > 1:
+            group = control_group(self.group)
+            self._has_control = True
+        return self._gather(value, group)
 
     def _gather(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
         if self.world_size == 1:

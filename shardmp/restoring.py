@@ -172,7 +172,7 @@ def _newest_intact(collectives: Collectives, root: Path) -> Path:
             manifest.check_contents(path, sorted(manifest.records)[collectives.rank :: collectives.world_size])
 
         try:
-            together(collectives, intact)
+            together(collectives, intact, group_for_files(collectives))
         except (CheckpointError, OSError) as damage:
             if collectives.rank == 0:
                 warnings.warn(f"passing over a checkpoint: {damage}", stacklevel=3)
@@ -222,18 +222,16 @@ def _own_tensors(found: _Found) -> dict[str, Tensor]:
 
 def _read(collectives: Collectives, found: _Found, targets: dict[str, Any]) -> dict[str, Any]:
     """Fill the tensors among the targets, and give back all of them, with the values that are not tensors."""
-    group = group_for_files(collectives)
-    try:
-        with dcp_is_quiet(group):
-            load_into(
-                targets,
-                storage_reader=found.reader,
-                planner=SafePlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        raise_first(error, f"reading {found.path}")
+
+    def read() -> None:
+        try:
+            # Each rank plans for itself: DCP would take all ranks' plans to rank 0 and back, and change nothing in them.
+            with dcp_is_quiet():
+                load_into(targets, storage_reader=found.reader, planner=SafePlanner(), no_dist=True)
+        except CheckpointException as error:
+            raise_first(error, f"reading {found.path}", alone=True)
+
+    together(collectives, read, group_for_files(collectives))
     return targets
 
 

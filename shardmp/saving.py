@@ -264,7 +264,8 @@ class _Writing:
         first = self._collectives.rank == 0
         group, self._group = self._group, None
         try:
-            with dcp_is_quiet(group):
+            # The filters, which all threads share, are left as they are where there is nothing to filter.
+            with dcp_is_quiet() if group is None else contextlib.nullcontext():
                 save_by_plan(
                     state,
                     storage_writer=self._writer,

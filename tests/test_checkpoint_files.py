@@ -8,8 +8,10 @@ import pickle
 import resource
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 import shardmp
-from shardmp import CheckpointError, directory, new_file, storage
+from shardmp import CheckpointError, directory, new_file, storage, world
 from shardmp.manifest import Manifest
-from shardmp.storage import Writer
+from shardmp.storage import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:passing over a checkpoint")
 
@@ -276,6 +278,30 @@ def test_after_a_load_that_failed_half_way_nothing_steps_or_saves(two: Any) -> N
     changed[len(changed) // 2] ^= 1
     path.write_bytes(changed)
     run_ranks(half_loaded, 2, root)
+
+
+def load_from_a_slow_disk(root: Path, step: str | None) -> int | None:
+    """The control group, which is for short messages, gives up after a second; rank 1 needs two for a file."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(world.control_group, "__defaults__", (None, "control", timedelta(seconds=1)))
+    model, optimizer = build()
+    if torch.distributed.get_rank() == 1:
+        slow = Manifest.check_contents if step else Reader.read_data
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(2)
+            return slow(*args)
+
+        monkeypatch.setattr(Manifest if step else Reader, slow.__name__, slowly)
+    try:
+        return shardmp.load(root, model, optimizer, step=step).step
+    finally:
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("step", [None, "latest good"])
+def test_a_rank_may_read_for_longer_than_a_message_takes(two: Any, step: str | None) -> None:
+    assert run_ranks(load_from_a_slow_disk, 2, two[0], step, fresh=True) == [2, 2]
 
 
 def test_no_intact_checkpoint_is_an_error_that_says_so(two: Any) -> None:
