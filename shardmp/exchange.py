@@ -23,9 +23,9 @@ from torch import Tensor
 
 from .neighbours import Remote
 
-# Elements of a tile of the sum: its scratch stays in the cache (512 KB in FP32), and calls cost little beside it. On a GPU
+# Elements of a tile of the sum: its scratch stays in the cache (1 MB in FP32), and calls cost little beside it. On a GPU
 # a launch costs as much as some MB.
-TILE = 2**17
+TILE = 2**18
 CUDA_TILE = 2**22
 
 

@@ -21,7 +21,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -132,7 +132,8 @@ class Remote:
 
     def __getitem__(self, part: slice) -> Remote:
         first, last, _ = part.indices(self.size)
-        return replace(self, size=last - first, start=self.start + first)
+        place = self.neighbours, self.rank, self.addresses, self.index
+        return Remote(*place, last - first, self.dtype, self.start + first)
 
     def read(self, into: Tensor | None = None) -> Tensor:
         """The elements, in `into` or in fresh memory."""
