@@ -21,7 +21,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -132,8 +132,7 @@ class Remote:
 
     def __getitem__(self, part: slice) -> Remote:
         first, last, _ = part.indices(self.size)
-        place = self.neighbours, self.rank, self.addresses, self.index
-        return Remote(*place, last - first, self.dtype, self.start + first)
+        return replace(self, size=last - first, start=self.start + first)
 
     def read(self, into: Tensor | None = None) -> Tensor:
         """The elements, in `into` or in fresh memory."""
