@@ -33,7 +33,7 @@ from .precision import DTYPES, Precision, as_precision
 from .update import Update, probe
 from .world import World, init
 
-ITEMSIZE = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in DTYPES.items()}
+ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,9 @@ class BucketGradients:
         self.slots = {slot.param: slot for slot in bucket.slots}
         self.pieces: tuple[Piece, ...] = bucket.pieces(rank)
         self.exact = ExactShard(bucket.shard, device) if exact else None
-        self.shard = torch.zeros(bucket.shard, device=device) if self.exact is None else self.exact.narrow
-        self.block_squares = torch.zeros(bucket.shard // BLOCK, device=device)
+        own = torch.zeros(bucket.shard, dtype=torch.float32, device=device) if self.exact is None else self.exact.narrow
+        self.shard = own
+        self.block_squares = torch.zeros(bucket.shard // BLOCK, dtype=torch.float32, device=device)
         self.flat: Tensor | None = None  # the send buffer, while this backward fills it
         self._places: dict[int, dict[int, Tensor]] = {}  # by send buffer and parameter: where a gradient goes
         self.direct: dict[int, Tensor] = {}  # gradients sent from where they lie
@@ -83,11 +84,12 @@ class BucketGradients:
         large = [piece for piece in self.pieces if not self.slots[piece.param].is_small]
         self.units, of_units = _spans(small, UNIT, device)
         self.blocks, of_blocks = _spans(large, BLOCK, device)
-        self.unit_squares = torch.zeros(len(self.units), device=device)
+        self.unit_squares = torch.zeros(len(self.units), dtype=torch.float32, device=device)
         self.owners = torch.cat((of_blocks, of_units))
 
     def take(self, param: int, gradient: Tensor, flat: Callable[[], Tensor]) -> None:
         """Put a parameter's gradient where it will be sent from."""
+        assert gradient.dtype == self.dtype, (gradient.dtype, self.dtype)  # bytes are sent as they lie
         self.arrived.add(param)
         if self.exact is not None and gradient.dtype == torch.float32:
             gradient = on_grid(gradient)
@@ -221,8 +223,8 @@ def _spans(pieces: Sequence[Piece], step: int, device: torch.device) -> tuple[Te
     )
     for piece in pieces:
         first, last = piece.offset // step, (piece.offset + piece.length) // step
-        spans.append(torch.arange(first, last, device=device))
-        owners.append(torch.full((last - first,), piece.param, device=device))
+        spans.append(torch.arange(first, last, dtype=torch.int64, device=device))
+        owners.append(torch.full((last - first,), piece.param, dtype=torch.int64, device=device))
     return torch.cat(spans), torch.cat(owners)
 
 

@@ -228,7 +228,7 @@ class Collectives:
     def _tell(self, to: int, parts: Sequence[Tensor], exchange: Exchange) -> None:
         """Let a neighbour know where its rows lie, and listen for when it has read them."""
         self.sent_bytes += sum(data.numel() * data.element_size() for data in parts)
-        addresses = torch.tensor([data.data_ptr() for data in parts], device="cpu")
+        addresses = torch.tensor([data.data_ptr() for data in parts], dtype=torch.int64, device="cpu")
         exchange.sent.append(addresses)
         exchange.readers.append(to)
         exchange.works.append(self._isend(addresses, to, exchange.tag))

@@ -234,7 +234,7 @@ def _rank_state(saved: Saved, rank: int) -> dict[str, Any]:
                     )
                 own[key] = FlatShard(value[piece.start : end], piece.shape, piece.lo)
             elif piece.lo == 0:  # one value for the parameter: from whoever has its first element
-                own[key] = torch.tensor(float(value), dtype=torch.float32)
+                own[key] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
     return {"model": weights, "optim": {"state": moments}}
 
 
@@ -290,7 +290,7 @@ def _other_weights(saved: Saved) -> tuple[list[dict[str, Tensor]], set[str], dic
                 fragment = other["frozen_param_fragments"][name].detach().view(-1)
                 found[rank][name] = FlatShard(fragment[: hi - lo], size, lo)
         if not size.numel():
-            found[0][name] = torch.empty(size, dtype=model["frozen_param_fragments"][name].dtype)
+            found[0][name] = torch.empty(size, dtype=model["frozen_param_fragments"][name].dtype, device="cpu")
     for name, value in (model.get("module") or {}).items():
         if name in trained or name in tied or name in shapes:
             continue

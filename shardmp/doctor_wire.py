@@ -65,10 +65,10 @@ class Wire:
     # -- words
 
     def _tell(self, peer: int, first: float, second: float = 0.0) -> None:
-        dist.send(torch.tensor([first, second], dtype=torch.float64), peer, self._words)
+        dist.send(torch.tensor([first, second], dtype=torch.float64, device="cpu"), peer, self._words)
 
     def _hear(self, peer: int) -> tuple[float, float]:
-        word = torch.empty(2, dtype=torch.float64)
+        word = torch.empty(2, dtype=torch.float64, device="cpu")
         dist.recv(word, peer, self._words)
         return float(word[0]), float(word[1])
 
@@ -197,7 +197,7 @@ def _collectives(
     device: torch.device, rank: int, world_size: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Each operation's result, and what it should be: small whole numbers, exact in every dtype and every order."""
-    total = torch.arange(world_size * _CHUNK, device=device)
+    total = torch.arange(world_size * _CHUNK, dtype=torch.int64, device=device)
     mine = _pattern(total) * (_adds(total, rank, world_size))
     reduced = mine.to(dtype)
     dist.all_reduce(reduced)
@@ -208,7 +208,7 @@ def _collectives(
     dist.all_to_all_single(received, sent)
     yield "all-to-all", received, _row(total // _CHUNK, rank, total)
 
-    one = torch.arange(_CHUNK, device=device)
+    one = torch.arange(_CHUNK, dtype=torch.int64, device=device)
     gathered = torch.empty(world_size * _CHUNK, dtype=dtype, device=device)
     _all_gather(gathered, _row(rank, 0, one).to(dtype))
     yield "all-gather", gathered, _row(total // _CHUNK, 0, total)

@@ -193,6 +193,7 @@ class Gradients:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         self.seen[index] = True
+        gradient = gradient.to(bucket.dtype)  # `p.grad_dtype` may make it another one than what is sent and summed
         if self._locally_summed:
             bucket.arrived.add(index)
             slot = bucket.slots[index]
@@ -215,7 +216,7 @@ class Gradients:
     def _local_sum(self, bucket: BucketGradients) -> Tensor:
         found = self._local[bucket.bucket.index]
         if found is None:
-            found = torch.zeros(bucket.bucket.size, device=self._collectives.device)
+            found = torch.zeros(bucket.bucket.size, dtype=torch.float32, device=self._collectives.device)
             self._local[bucket.bucket.index] = found
         return found
 
@@ -292,7 +293,7 @@ class Gradients:
             return
         bucket, hosts = flight.bucket, self._route.num_hosts
         sums = Borrowed(self._host_sums, (hosts, bucket.bucket.shard))
-        squares = torch.empty(hosts, bucket.bucket.shard // BLOCK, device=sums.tensor.device)
+        squares = torch.empty(hosts, bucket.bucket.shard // BLOCK, dtype=torch.float32, device=sums.tensor.device)
         self._collectives.finish_exchange(flight.exchange, sums.tensor, accumulate=False, squares=squares)
         rows, members = flight.exchange.rows, self._route.members
         self._blame(bucket.culprits(rows, members, self._route.across, sums.tensor, squares))

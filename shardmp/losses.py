@@ -74,7 +74,7 @@ class Losses:
 
     def skip_micro_batch(self) -> None:
         """A backward without data counts as no micro-batch: called before it ends."""
-        self._reached = torch.empty(0)
+        self._reached = torch.empty(0, dtype=torch.float64, device=self.sums.device)
 
     def _count(self) -> None:
         """At the end of a backward; of a plain `loss.backward()` (BF16, FP32) the value is not known."""

@@ -53,7 +53,8 @@ class Neighbours:
     """The ranks of this host that can read each other's memory, without this one; empty before `try_reading`."""
 
     def __init__(self) -> None:
-        self._value = torch.tensor([secrets.randbits(62)], device="cpu")  # alive as long as this object: peers read it
+        # Alive as long as this object: peers read it.
+        self._value = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
         self._pids: dict[int, int] = {}
         self.is_allowed = sys.platform == "linux" and os.environ.get(SWITCH, "1") != "0"
         if self.is_allowed:

@@ -341,7 +341,7 @@ class ShardedOptimizer(Refusals):
         self._collectives.at(f"step {self._steps + 1}, reading {name}")
         index = self._index[name]
         shape = self._shapes[index]
-        whole = torch.empty(shape.numel(), device=self._collectives.device)
+        whole = torch.empty(shape.numel(), dtype=torch.float32, device=self._collectives.device)
         for piece in self._layout.owners(index) if shape.numel() else ():
             part = whole[piece.lo : piece.hi]
             if piece.rank == self._collectives.rank:

@@ -49,7 +49,8 @@ class BucketParameters:
         self.works: list[Any] = []
         self._in_cache = flat.device.type == "cpu"
         tiles = -(-bucket.shard // TILE)
-        self.extremes = torch.zeros(tiles, 2, device=flat.device)  # (min, max) of each tile of the masters; on the CPU
+        # (min, max) of each tile of the masters; on the CPU
+        self.extremes = torch.zeros(tiles, 2, dtype=torch.float32, device=flat.device)
         self.pieces = bucket.pieces(rank)
 
     @property
@@ -119,7 +120,7 @@ class Parameters:
 
     def _build(self, bucket: Bucket, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> BucketParameters:
         device, rank = self._collectives.device, self._collectives.rank
-        whole = torch.zeros(bucket.size, device=device)
+        whole = torch.zeros(bucket.size, dtype=torch.float32, device=device)
         if rank == 0:
             for slot in bucket.slots:
                 whole[slot.start : slot.start + slot.numel].copy_(parameters[slot.param].detach().reshape(-1))
@@ -227,7 +228,7 @@ class Parameters:
         """1 + the index of a parameter whose master FP16 cannot hold, as 0-dim FP64; 0 where there is none."""
         if self._collectives.device.type != "cpu":
             return self.too_large_unseen()
-        found = torch.zeros((), dtype=torch.float64)
+        found = torch.zeros((), dtype=torch.float64, device=self._collectives.device)
         for bucket in self.buckets:
             # On the CPU the host may look for free; nothing is read where no tile is too large.
             tiles = torch.nonzero((bucket.extremes.abs() >= FP16_LIMIT).any(1)).view(-1).tolist()
@@ -256,7 +257,7 @@ class Parameters:
             if bucket.flat.dtype == torch.float16
             for piece in bucket.pieces
         ]
-        numbers = torch.tensor([number for _, number in found], dtype=torch.float64)
+        numbers = torch.tensor([number for _, number in found], dtype=torch.float64, device="cpu")
         return [row for row, _ in found], numbers.to(self._collectives.device)
 
     def renew_masters(self) -> None:

@@ -214,7 +214,7 @@ def _check(
 def _own_tensors(found: _Found) -> dict[str, Tensor]:
     """Where the user's values and the random states go."""
     return {
-        name: torch.empty(saved.size, dtype=saved.properties.dtype)
+        name: torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         for name, saved in found.reader.tensors()
         if name == RANKS or name.startswith(TENSORS)
     }

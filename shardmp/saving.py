@@ -297,7 +297,7 @@ def _snapshot(optimizer: ShardedOptimizer, state: dict[str, Any]) -> dict[str, A
     on_gpu = optimizer._collectives.device.type == "cuda"
     buffer = _snapshots.get(optimizer)
     if buffer is None or buffer.numel() < size:
-        buffer = _snapshots[optimizer] = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        buffer = _snapshots[optimizer] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
     copies: dict[int, Tensor] = {}
     for tensor, start in zip(tensors, starts, strict=True):
         copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

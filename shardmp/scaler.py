@@ -88,4 +88,4 @@ class LossScaler:
         for name in ("scale", "growth", "hysteresis", "hopeless"):
             setattr(self, name, torch.full_like(getattr(self, name), state[name]))
         device, pending = self.scale.device, state["pending"]
-        self._pending = pending and tuple(torch.tensor(flag, device=device) for flag in pending)
+        self._pending = pending and tuple(torch.tensor(flag, dtype=torch.bool, device=device) for flag in pending)

@@ -167,7 +167,7 @@ class Reader(StorageReader):
         self._records: dict[tuple[str, int], Record] = {}
         for name, records in manifest.records.items() if manifest else ():
             self._records.update({(name, record.offset): record for record in records})
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """DCP's: the path is given already."""
@@ -255,7 +255,7 @@ class Reader(StorageReader):
                 raise CheckpointError(f"{self._where(index)} was not read: {error}") from None
             return found
         if self._scratch.numel() < record.data:
-            self._scratch = torch.empty(record.data, dtype=torch.uint8)
+            self._scratch = torch.empty(record.data, dtype=torch.uint8, device="cpu")
         data = self._scratch[: record.data]
         self._read_data(descriptor, index, record, _bytes_of(data))
         return data.view(self._dtype(index)).view(self._sizes(index))
@@ -310,7 +310,7 @@ class Reader(StorageReader):
         """One whole tensor, from all the boxes that it was written in."""
         found = self.metadata.state_dict_metadata[name]
         assert isinstance(found, TensorStorageMetadata)
-        whole = torch.empty(found.size, dtype=found.properties.dtype)
+        whole = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
         for chunk in found.chunks:
             index = MetadataIndex(name, chunk.offsets)
             with self._opened(self._place(index)[0]) as file:

@@ -227,7 +227,7 @@ def _tiled_product(
     c: Tensor | None, a: Tensor, b: Tensor, factors: dict[str, Any], rows: list[slice], columns: list[slice]
 ) -> Tensor:
     (m, k), n = a.shape, b.size(1)
-    result = torch.empty(m, n, dtype=a.dtype)
+    result = torch.empty(m, n, dtype=a.dtype, device="cpu")
     if c is not None and c.numel() <= max(m, n):
         c = c.float()  # a bias: upcast before it is spread
     spread = None if c is None else c.expand(m, n)
@@ -251,7 +251,7 @@ def _tiled_product(
 def _row_times_matrix(a: Tensor, b: Tensor) -> Tensor:
     """(1, k) @ (k, n) for a row-major b, cut along k."""
     k, n = b.shape
-    a32, total = a.float(), torch.zeros(1, n)
+    a32, total = a.float(), torch.zeros(1, n, dtype=torch.float32, device="cpu")
     lines = max(8, _TILE // n // 8 * 8)
     operand = _scratch("operand", min(lines, k) * n)
     for i in range(0, k, lines):
@@ -267,10 +267,10 @@ def _scratch(name: str, numel: int) -> Tensor:
     A fresh buffer would be paid for with a page fault every 4 KB.
     """
     if numel > 2 * _TILE:
-        return torch.empty(numel)
+        return torch.empty(numel, dtype=torch.float32, device="cpu")
     buffer: Tensor | None = getattr(_local, name, None)
     if buffer is None or buffer.numel() < numel:
-        buffer = torch.empty(max(numel, _TILE))
+        buffer = torch.empty(max(numel, _TILE), dtype=torch.float32, device="cpu")
         setattr(_local, name, buffer)
     return buffer
 
@@ -298,7 +298,7 @@ def _batch_product(c: Tensor | None, a: Tensor, b: Tensor, factors: dict[str, An
     chunk = max(1, _LIMIT // max(1, m * k, k * n, m * n))
     if batch <= chunk:
         return multiply(c, a, b).to(a.dtype)
-    result = torch.empty(batch, m, n, dtype=a.dtype)
+    result = torch.empty(batch, m, n, dtype=a.dtype, device="cpu")
     spread = None if c is None else c.expand(batch, m, n)
     for i in range(0, batch, chunk):
         part = slice(i, i + chunk)

@@ -89,8 +89,9 @@ def probe(optimizer: Optimizer) -> set[str]:
         generator = torch.Generator("cpu").manual_seed(20180215)
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         device = torch.device("cpu") if device.type == "meta" else device
-        start = torch.randn(64, 128, generator=generator, device="cpu").to(device)
-        gradients = [torch.randn(64, 128, generator=generator, device="cpu").to(device) for _ in range(2)]
+        start, *gradients = (
+            torch.randn(64, 128, generator=generator, dtype=torch.float32, device="cpu").to(device) for _ in range(3)
+        )
         try:
             whole, found = _trial(optimizer, options, start, gradients, [(0, 8192)], as_matrix=True)
             pieces, _ = _trial(optimizer, options, start, gradients, [(0, 704), (704, 8192)], as_matrix=False)
@@ -120,7 +121,7 @@ def probe(optimizer: Optimizer) -> set[str]:
 def _probe_options(group: dict[str, Any]) -> dict[str, Any]:
     options = _options(group)
     if "lr" in options:  # a warm-up that starts at 0 would hide everything
-        options["lr"] = torch.tensor(0.0625) if isinstance(options["lr"], Tensor) else 0.0625
+        options["lr"] = torch.full_like(options["lr"], 0.0625) if isinstance(options["lr"], Tensor) else 0.0625
     return options
 
 
@@ -141,7 +142,7 @@ def _trial(
         trial = fresh_copy(optimizer, [{**options, "params": [parameter]}])
         if isinstance(optimizer, Adagrad):
             trial.state[parameter] = {
-                "step": torch.tensor(0.0, device=parameter.device),
+                "step": torch.tensor(0.0, dtype=torch.float32, device=parameter.device),
                 "sum": torch.full_like(parameter, options["initial_accumulator_value"]),
             }
         for gradient in gradients:
@@ -252,7 +253,7 @@ class Update:
             self._make_momentum(tiles)
             new = [tile for tile in tiles if not self.inner.state.get(tile.parameter)]
             if new and not isinstance(self.inner, SGD):  # a step that is skipped makes the state and changes nothing
-                one = torch.ones((), device=new[0].parameter.device)
+                one = torch.ones((), dtype=torch.float32, device=new[0].parameter.device)
                 self._step(new, grad_scale=one, found_inf=one)
 
     def _make_momentum(self, tiles: Sequence[Tile]) -> None:

@@ -272,7 +272,7 @@ class StepReport:
     @property
     def loss(self) -> float | None:
         total, _, _, count = self._lane("losses")
-        return torch.tensor(total / count, dtype=torch.float32).item() if count else None
+        return torch.tensor(total / count, dtype=torch.float32, device="cpu").item() if count else None
 
     @property
     def stop(self) -> bool:
@@ -284,9 +284,9 @@ class StepReport:
         """Why the step was skipped, or None."""
         if not self.skipped:
             return None
-        squares = torch.tensor(self._lane("squares"), dtype=torch.float64)
+        squares = torch.tensor(self._lane("squares"), dtype=torch.float64, device="cpu")
         bad = torch.nonzero(~squares.isfinite()).view(-1).tolist()
-        brought = torch.tensor(self._lane("brought"), dtype=torch.float64).view(-1, 2)
+        brought = torch.tensor(self._lane("brought"), dtype=torch.float64, device="cpu").view(-1, 2)
         kinds = [kind for kind, count in zip(("inf", "nan"), brought.sum(0).tolist(), strict=True) if count]
         ranks = tuple(torch.nonzero(brought[:-1].sum(1)).view(-1).tolist())
         return Overflow(
