@@ -221,6 +221,10 @@ def padded(values: Tensor) -> Tensor:
     return flat
 
 
+# State of torch's optimizers that is one number, also where the parameter is one.
+COUNTS = ("step", "mu_product", "eta", "mu")
+
+
 def on_masters(optimizer: Optimizer, model: nn.Module, masters: dict[str, Master], fused: bool) -> Optimizer:
     """The user's optimizer with the masters in the place of the model's parameters: the same groups and options."""
     master_of = {id(p): masters[name].flat for name, p in model.named_parameters() if name in masters}
@@ -233,10 +237,15 @@ def on_masters(optimizer: Optimizer, model: nn.Module, masters: dict[str, Master
         if id(p) in master_of:
             optimizer.state[master_of[id(p)]] = {
                 key: padded(value)
-                if isinstance(value, Tensor) and value.shape == p.shape and key not in ("step", "mu_product")
+                if isinstance(value, Tensor) and value.shape == p.shape and key not in COUNTS
                 else value
                 for key, value in state.items()
             }
+    if fused and isinstance(optimizer, torch.optim.SGD):
+        # torch's fused kernel takes no parameter whose momentum is to come beside one whose momentum is there already.
+        for group in optimizer.param_groups:
+            for p in group["params"] if group["momentum"] else ():
+                optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
     return optimizer
 
 
@@ -262,6 +271,8 @@ class Run:
     state: dict[str, dict[str, Any]]
     scale: float
     trace: list[StepTrace] = field(default_factory=list)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the parameters that ranks compute with
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # rank 0's
 
     @property
     def skipped_steps(self) -> int:
@@ -361,17 +372,21 @@ def train(
     autocast: bool = True,
     average: str = "ranks",
     max_grad_norm: float | None = None,
+    divide_by: float | None = None,
     fused: bool = False,
     no_sync: bool = False,
     hosts: Hosts = None,
+    after_step: Callable[[Optimizer], None] = lambda optimizer: None,
 ) -> Run:
     """Train as N ranks would, N being the number of losses of a backward.
 
     Args:
         loss_scale: the scale's settings, for FP16 (by default 65536, dynamic); BF16 and FP32 have scale 1.
+        divide_by: the divisor of every step's summed gradient, in place of the average.
         fused: step with torch's fused kernels, as the library does where the class has them.
         no_sync: each step's backwards but the last ran under `no_sync()` of stage 1.
         hosts: the ranks of each host, in the order in which the hosts' sums are added; None for one hop.
+        after_step: called after each step, as a schedule would be.
     """
     model = make_model()
     scaler = loss_scale or (LossScale() if dtype == torch.float16 else LossScale(static_scale=1.0))
@@ -390,10 +405,14 @@ def train(
         scale = scaler.scale
         losses = gradients_of_step(masters, replicas, step, scale, no_sync, hosts)
         divisor = len(replicas) if average == "ranks" else max(1, len(losses))
+        divisor = divisor if divide_by is None else divide_by
         skipped, norm = apply_step(masters, optimizer, scale * divisor, max_grad_norm)
         scaler.update(skipped)
+        after_step(optimizer)
         run.trace.append(StepTrace(scale, skipped, norm, fp32(sum(losses) / len(losses)) if losses else None))
     run.scale = scaler.scale
+    run.dtypes = {name: master.dtype for name, master in masters.items()}
+    run.buffers = {name: buffer.clone() for name, buffer in replicas[0].model.named_buffers()}
     for name, master in masters.items():
         run.masters[name] = master.whole(master.flat)
         run.state[name] = {
