@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import random
 from collections import Counter, OrderedDict, deque
 from typing import Any
@@ -17,6 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from .pickle_reading import DTYPES
+from .regular_files import shown
 
 _PAIRS: dict[str, Any] = {"map": dict, "ordered": OrderedDict, "counter": Counter}
 _LISTS: dict[str, Any] = {"tuple": tuple, "set": set, "deque": deque}
@@ -36,8 +40,16 @@ def dumps(value: Any, where: str, tensors: list[Tensor] | None = None) -> bytes:
 
 
 def loads(text: bytes, tensors: dict[int, Tensor] | None = None) -> Any:
-    """The value of `dumps`."""
-    return _decode(json.loads(text), tensors or {})
+    """The value of `dumps`.
+
+    Raises:
+        ValueError: the text is not what `dumps` writes.
+    """
+    try:
+        return _decode(json.loads(text), tensors or {})
+    except Exception as error:  # of whatever kind: the text may be any
+        told = shown(error.args[0] if error.args else None)
+        raise ValueError(f"a stored value is damaged: {type(error).__name__}: {told}") from None
 
 
 def _encode(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
@@ -98,13 +110,20 @@ def _decode(value: Any, tensors: dict[int, Tensor]) -> Any:
     if kind == "tensor":
         return tensors[content]
     if kind == "values":
-        data = torch.frombuffer(bytearray(base64.b64decode(content)) or bytearray(1), dtype=torch.uint8)
-        dtype, shape = getattr(torch, value["dtype"]), torch.Size(value["shape"])
-        return data[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        stored = base64.b64decode(content)
+        dtype, shape = DTYPES["torch", value["dtype"]], value["shape"]
+        if math.prod(shape) * dtype.itemsize != len(stored):
+            raise ValueError(f"a tensor of {len(stored)} bytes has another shape")
+        return torch.frombuffer(bytearray(stored) or bytearray(dtype.itemsize), dtype=dtype)[: math.prod(shape)].view(
+            shape
+        )
     if kind == "bytes":
         return base64.b64decode(content)
     if kind in ("array", "number"):
-        array = np.frombuffer(bytearray(base64.b64decode(content)), np.dtype(value["dtype"])).reshape(value["shape"])
+        element = np.dtype(str(value["dtype"]))
+        if element.hasobject:
+            raise ValueError("an array of objects")
+        array = np.frombuffer(bytearray(base64.b64decode(content)), element).reshape(value["shape"])
         return array if kind == "array" else array[()]
     if kind in _PAIRS:
         return _PAIRS[kind]({_decode(k, tensors): _decode(v, tensors) for k, v in content})
@@ -128,7 +147,19 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Continue as `random_state` was."""
+    """Continue as `random_state` was.
+
+    Raises:
+        ValueError: it is not the state of random generators; no generator has been changed.
+    """
+    try:
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["torch"])
+        if not 0 <= state["numpy"][2] <= 624:  # numpy takes any, and reads what lies behind its table
+            raise ValueError("numpy's position is beyond its table")
+    except Exception as error:  # of whatever kind: the values may be any
+        raise ValueError(f"the stored random state is damaged: {error}") from None
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

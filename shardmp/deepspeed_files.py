@@ -3,43 +3,35 @@
 Owns:      their names, which of them belong together, what is refused, and reading their pickles.
 Takes:     a directory that DeepSpeed's `save_checkpoint` has written, or one tag's directory in it.
 Gives:     what each rank saved; tensors are mapped from the files: a page is in memory while it is read.
-Invariant: a crafted file can run no code, and DeepSpeed need not be installed: torch's own restricted unpickler makes
+Invariant: a crafted file can run no code, and DeepSpeed need not be installed: our own reader (archive_reading.py) makes
            tensors and plain values, and a record without behaviour of everything else.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from .archive_reading import read_archive
 from .manifest import CheckpointError
+from .pickle_reading import Record
+from .regular_files import is_count, is_file_name, opened, read_whole, shown
 
 # The layout of the files is the same in all of these; the tests run the newest.
 OLDEST, NEWEST = (0, 14), (0, 19)
 
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_[0-9]{1,6}_)?mp_rank_([0-9]{1,6})_model_states\.pt")
 _ENUMERATION = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
 
-class Record:
-    """Stands for an object of a class that is not looked up: it has the object's attributes, and runs nothing."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Record:
-        """Whatever the object was made of is dropped."""
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
+class NotImported(ValueError):
+    """A kind of checkpoint that is not imported, or one that does not say what it must; the message names the file."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +69,9 @@ def find(root: Path, tag: str | None) -> Path:
         pointer = root / "latest"
         if not pointer.is_file():
             raise FileNotFoundError(f"{root}: no DeepSpeed checkpoint: neither *_optim_states.pt nor a file 'latest'")
-        tag = pointer.read_text(errors="replace").strip()
-    if not tag or Path(tag).name != tag:
-        raise ValueError(f"{root}: expected the name of a directory in it as the tag, got {tag!r}")
+        tag = read_whole(pointer, 4096).decode(errors="replace").strip()
+    if not is_file_name(tag):
+        raise NotImported(f"{root}: expected the name of a directory in it as the tag, got {shown(tag)}")
     if not (root / tag).is_dir():
         raise FileNotFoundError(f"{root / tag} does not exist; there are {', '.join(_names(root)) or 'no files'}")
     return root / tag
@@ -105,7 +97,8 @@ def read(root: Path, tag: str | None) -> Saved:
     found = {first: _load(path / name)}
     optimizer, version = _inner(found[first], path / name), _version(found[first], path / name)
     ranks = _count(optimizer, path / name)
-    for missing in sorted(set(range(ranks)) - set(files)):
+    missing = next((rank for rank in range(min(ranks, len(files) + 1)) if rank not in files), None)
+    if missing is not None:
         expected = name.replace(f"zero_pp_rank_{first}_", f"zero_pp_rank_{missing}_")
         raise CheckpointError(f"{path / expected} is missing: {name} says that {ranks} ranks have saved")
     if len(files) != ranks:
@@ -119,8 +112,10 @@ def read(root: Path, tag: str | None) -> Saved:
             raise CheckpointError(f"{path / files[rank]} is not of the same save as {name}")
     # BF16_Optimizer names no stage, and lies as stage 1.
     stage = optimizer.get("zero_stage", 1)
-    if stage not in (1, 2, 3):
-        raise ValueError(f"{path / name}: expected ZeRO stage 1, 2 or 3, found {stage!r}")
+    if isinstance(stage, Record) and str(stage.kind) == _ENUMERATION and len(stage.arguments) == 1:
+        stage = stage.arguments[0]
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise NotImported(f"{path / name}: expected ZeRO stage 1, 2 or 3, found {shown(stage)}")
     models = _models(path, names, stage, ranks)
     return Saved(path, version, stage, models, optimizers)
 
@@ -128,14 +123,14 @@ def read(root: Path, tag: str | None) -> Saved:
 def _refuse_by_name(path: Path, names: Iterable[str]) -> None:
     for name in names:
         if name.startswith("expp_rank_") or "_expert_" in name:
-            raise ValueError(f"{path / name}: mixture-of-experts (MoE) checkpoints are not imported")
+            raise NotImported(f"{path / name}: mixture-of-experts (MoE) checkpoints are not imported")
         if re.match(r"layer_\d+", name):
-            raise ValueError(f"{path / name}: pipeline-parallel checkpoints are not imported")
+            raise NotImported(f"{path / name}: pipeline-parallel checkpoints are not imported")
         if name == "offloaded_tensors":
-            raise ValueError(f"{path / name}: optimizer state that is offloaded to NVMe is not imported")
+            raise NotImported(f"{path / name}: optimizer state that is offloaded to NVMe is not imported")
         match = _OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name)
         if match and int(match[match.lastindex or 1]):
-            raise ValueError(f"{path / name}: tensor-parallel checkpoints (mp_rank above 0) are not imported")
+            raise NotImported(f"{path / name}: tensor-parallel checkpoints (mp_rank above 0) are not imported")
 
 
 def _rank_files(path: Path, names: Iterable[str]) -> dict[int, str]:
@@ -145,7 +140,7 @@ def _rank_files(path: Path, names: Iterable[str]) -> dict[int, str]:
         if match and files.setdefault(int(match[1]), name) != name:
             raise CheckpointError(f"{path} has both {files[int(match[1])]} and {name}: two saves in one directory")
     if not files:
-        raise ValueError(
+        raise NotImported(
             f"{path}: no *_optim_states.pt: expected a checkpoint of ZeRO stage 1, 2 or 3, of Adam or AdamW"
         )
     return dict(sorted(files.items()))
@@ -174,28 +169,31 @@ def _refuse_parallel(model: dict[str, Any], path: Path, ranks: int) -> None:
         ("pipeline-parallel", dimensions.get("pp_degree", 1)),
     ):
         if degree not in (None, 1):
-            raise ValueError(f"{path}: {kind} checkpoints are not imported (it says {degree})")
+            raise NotImported(f"{path}: {kind} checkpoints are not imported (it says {shown(degree)})")
     if model.get("num_experts") or model.get("autoep_layers"):
-        raise ValueError(f"{path}: mixture-of-experts (MoE) checkpoints are not imported")
+        raise NotImported(f"{path}: mixture-of-experts (MoE) checkpoints are not imported")
     if model.get("dp_world_size") != ranks:
         raise CheckpointError(
-            f"{path} is of {model.get('dp_world_size')} ranks, the optimizer's files of {ranks}: of two saves?"
+            f"{path} is of {shown(model.get('dp_world_size'))} ranks, the optimizer's files of {ranks}: of two saves?"
         )
 
 
 def _load(path: Path) -> dict[str, Any]:
     """A file of `torch.save`, its tensors mapped."""
     try:
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        stand_ins: list[Any] = [(int if name == _ENUMERATION else Record, name) for name in unknown]
-        with torch.serialization.safe_globals(stand_ins):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # of whatever kind: the bytes may be any
-        # Torch's advice to read it without the restriction is left out.
-        reason = " ".join(line for line in str(error).splitlines() if line and "weights_only" not in line)
-        raise CheckpointError(f"{path} was not read: {reason}") from None
+        with opened(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if not size:
+                raise CheckpointError(f"{path} was not read: it is empty")
+            # A private map: torch wants memory that could be written, and a write would not reach the file.
+            data = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        found = read_archive(data, records=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} was not read: {error}") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a dict, found {type(found).__name__}")
+        raise CheckpointError(f"{path}: expected a dict, found {shown(found)}")
     return found
 
 
@@ -216,7 +214,7 @@ def _version(found: dict[str, Any], path: Path) -> str:
     match = re.match(r"(\d+)\.(\d+)", version) if isinstance(version, str) else None
     if not match or not OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
         oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
-        raise ValueError(f"{path}: expected files of DeepSpeed {oldest} to {newest}, found version {version!r}")
+        raise NotImported(f"{path}: expected files of DeepSpeed {oldest} to {newest}, found version {shown(version)}")
     return str(version)
 
 
@@ -227,7 +225,8 @@ def _count(optimizer: dict[str, Any], path: Path) -> int:
         ValueError: it differs between groups (experts).
     """
     counts = optimizer.get("partition_count")
-    found = counts if isinstance(counts, list) else [counts]
-    if len(set(found)) != 1 or not isinstance(found[0], int) or found[0] < 1:
-        raise ValueError(f"{path}: expected one partition_count for all groups, found {counts!r}: MoE is not imported")
-    return found[0]
+    found: list[Any] = counts if isinstance(counts, list) else [counts]
+    if not found or not all(is_count(count) and count for count in found) or len(set(found)) != 1:
+        told = ", ".join(map(shown, found[:8]))
+        raise NotImported(f"{path}: expected one partition_count for all groups, found {told}: MoE is not imported")
+    return int(found[0])

@@ -13,6 +13,7 @@ parameter is cut, and a rank has its parts one after the other, in one or more t
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,11 +24,12 @@ import torch
 from torch import Tensor
 
 from . import deepspeed_files, directory
-from .deepspeed_files import Saved
+from .deepspeed_files import NotImported, Saved
 from .deepspeed_values import extra_of, groups_of, optimizer_name, options_of, scaler_state, torch_state
 from .flat_shard import FlatShard
 from .manifest import CheckpointError
 from .planning import ShortPlanner
+from .regular_files import is_count, is_tensor_name, shown
 from .storage import Writer
 
 _MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -85,12 +87,17 @@ def import_deepspeed(
         ValueError: it is of a kind, version or optimizer that is not imported.
         OSError: the checkpoint could not be written; the target's others are as they were.
     """
+    if optimizer not in (None, "Adam", "AdamW"):
+        raise ValueError(f"optimizer: expected 'Adam' or 'AdamW', got {optimizer!r}")
     try:
         saved = deepspeed_files.read(Path(source), tag)
         states, aliases, dropped = _states_of_ranks(saved, optimizer)
-        options, step = options_of(saved), int(saved.models[0]["global_steps"])
-    except (KeyError, IndexError, AttributeError, TypeError) as error:  # the files may hold anything
-        raise CheckpointError(f"{source} is not as DeepSpeed writes it: {type(error).__name__} {error}") from error
+        options, step = options_of(saved), saved.models[0]["global_steps"]
+    except (CheckpointError, NotImported, OSError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # of whatever kind: the files may hold anything
+        told = f"{type(error).__name__}: {shown(str(error))}"
+        raise CheckpointError(f"{source} is not as DeepSpeed writes it: {told}") from error
     about = {"step": step, "ranks": saved.ranks, "torch": torch.__version__, "shardmp": version("shardmp")}
     path = directory.begin(Path(target), step)
     try:
@@ -104,6 +111,7 @@ def import_deepspeed(
 def _states_of_ranks(saved: Saved, optimizer: str | None) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
     """What each rank would save, further names of tied weights, and the names of values that are left out."""
     model = saved.models[0]
+    _check_tables(saved)
     weights, buffers, aliases = _other_weights(saved)
     text, tensors, dropped = extra_of(model)
     header = {
@@ -144,6 +152,37 @@ def _write(states: Sequence[dict[str, Any]], writer: Writer) -> None:
 # -- where the elements are
 
 
+def _check_tables(saved: Saved) -> None:
+    """That counters are counts, and names are names of one parameter each.
+
+    Raises:
+        CheckpointError: the first that is not.
+    """
+    model = saved.models[0]
+    for key in ("global_steps", "skipped_steps"):
+        if not is_count(model[key], 2**53):
+            raise CheckpointError(f"{saved.path}: expected a count as {key}, found {shown(model[key])}")
+    names = [name for shapes in model["param_shapes"] for name in shapes]
+    tied = model.get("shared_params") or {}
+    for name in (
+        *names,
+        *(model.get("module") or ()),
+        *(model.get("frozen_param_shapes") or ()),
+        *tied,
+        *tied.values(),
+    ):
+        if not is_tensor_name(name):
+            raise CheckpointError(f"{saved.path}: {shown(name)} is not the name of a parameter")
+    counts = Counter((*names, *tied))
+    for name in counts:
+        if counts[name] > 1:
+            raise CheckpointError(f"{saved.path}: {shown(name)} is there twice")
+    for rank in range(saved.ranks):
+        numbers = [index for group in torch_state(saved, rank)["param_groups"] for index in group["params"]]
+        if numbers != list(range(len(_masters(saved, rank)))):
+            raise CheckpointError(f"{saved.path}: the groups of rank {rank} are not those of its flat tensors")
+
+
 def _pieces(saved: Saved, rank: int) -> list[_Piece]:
     """All of a rank's pieces.
 
@@ -177,20 +216,22 @@ def _masters(saved: Saved, rank: int) -> list[Tensor]:
     flats = saved.optimizers[rank][key]
     for flat in flats:
         if flat.dtype != torch.float32:
-            raise ValueError(f"{saved.path}: expected FP32 masters, found {flat.dtype} ({key})")
+            raise NotImported(f"{saved.path}: expected FP32 masters, found {flat.dtype} ({key})")
     return [flat.detach().view(-1) for flat in flats]
 
 
 def _cut_flat(saved: Saved, groups: Sequence[dict[str, Any]], rank: int) -> Iterator[_Piece]:
     """Stages 1 and 2: [rank x partition, (rank + 1) x partition) of each group's parameters in a row."""
-    optimizer, flats = saved.optimizers[rank], _masters(saved, rank)
-    paddings = optimizer["group_paddings"]
+    optimizer = saved.optimizers[rank]
     gaps = optimizer.get("param_alignment_paddings") or [[0] * len(shapes) for shapes in groups]
     for index, shapes in enumerate(groups):
-        # BF16_Optimizer, which names no stage, keeps the padding at a group's end; the others save without it.
-        partition = flats[index].numel() + (paddings[index] if "zero_stage" in optimizer else 0)
+        partition = _partition(saved, rank, index)
+        if partition != _partition(saved, 0, index):
+            raise CheckpointError(f"{saved.path}: group {index} of rank {rank} has another length than that of rank 0")
         first, begin = rank * partition, 0
         for (name, shape), gap in zip(shapes.items(), gaps[index], strict=True):
+            if not is_count(gap):
+                raise CheckpointError(f"{saved.path}: expected a count behind {name}, found {shown(gap)}")
             end = begin + torch.Size(shape).numel()
             lo, hi = max(begin, first), min(end, first + partition)
             if lo < hi:
@@ -198,6 +239,16 @@ def _cut_flat(saved: Saved, groups: Sequence[dict[str, Any]], rank: int) -> Iter
             begin = end + gap
         if rank == saved.ranks - 1 and begin > first + partition:
             raise CheckpointError(f"{saved.path}: group {index} needs {begin} elements, {first + partition} were saved")
+
+
+def _partition(saved: Saved, rank: int, index: int) -> int:
+    """Elements of a group that are a rank's, with the padding at the group's end."""
+    optimizer = saved.optimizers[rank]
+    padding = optimizer["group_paddings"][index]
+    if not is_count(padding):
+        raise CheckpointError(f"{saved.path}: expected counts as group_paddings of rank {rank}, found {shown(padding)}")
+    # BF16_Optimizer, which names no stage, keeps the padding; the others save without it.
+    return _masters(saved, rank)[index].numel() + (padding if "zero_stage" in optimizer else 0)
 
 
 def _cut_each(saved: Saved, groups: Sequence[dict[str, Any]], rank: int) -> Iterator[_Piece]:
@@ -251,11 +302,13 @@ def _states(saved: Saved, rank: int) -> list[dict[str, Any]]:
             state = dict(inner["state"].get(index, {}))
             other = set(state) - _MOMENTS - {"step"}
             if other:
-                raise ValueError(f"{saved.path}: expected the state of Adam or AdamW, found {', '.join(sorted(other))}")
+                raise NotImported(
+                    f"{saved.path}: expected the state of Adam or AdamW, found {', '.join(sorted(other))}"
+                )
             moments = {key: value.detach().view(-1) for key, value in state.items() if key in _MOMENTS}
             for key, value in moments.items():
                 if value.dtype != torch.float32:
-                    raise ValueError(f"{saved.path}: expected FP32 moments, found {value.dtype} ({key})")
+                    raise NotImported(f"{saved.path}: expected FP32 moments, found {value.dtype} ({key})")
             if not moments:
                 found.append({})
                 continue
@@ -295,11 +348,11 @@ def _other_weights(saved: Saved) -> tuple[list[dict[str, Tensor]], set[str], dic
         if name in trained or name in tied or name in shapes:
             continue
         if not isinstance(value, Tensor):
-            raise ValueError(
+            raise NotImported(
                 f"{saved.path}: {name} in the model's state is a {type(value).__name__}; only tensors are saved"
             )
         if saved.stage == 3 and name not in buffers:
-            raise ValueError(f"{saved.path}: nothing says where the elements of {name} are")
+            raise NotImported(f"{saved.path}: nothing says where the elements of {name} are")
         found[0][name] = value.detach().contiguous()
     there = trained.union(*found)
     aliases = {f"model.{alias}": f"model.{name}" for alias, name in tied.items() if name in there}

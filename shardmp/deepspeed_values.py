@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from . import codec
-from .deepspeed_files import Saved
+from .deepspeed_files import NotImported, Saved
 from .manifest import CheckpointError
+from .pickle_reading import Record
+from .regular_files import is_count, shown
 
 # Of a model file, what is DeepSpeed's own; any other key is the user's.
 _OWN_KEYS = {
@@ -30,7 +32,7 @@ def torch_state(saved: Saved, rank: int) -> dict[str, Any]:
     key = "optimizer_state_dict" if saved.stage == 3 else "base_optimizer_state"
     found = saved.optimizers[rank].get(key)
     if isinstance(found, list):
-        raise ValueError(f"{saved.path}: checkpoints saved with elastic_checkpoint are not imported")
+        raise NotImported(f"{saved.path}: checkpoints saved with elastic_checkpoint are not imported")
     if not isinstance(found, dict) or not found.get("param_groups"):
         raise CheckpointError(f"{saved.path}: the optimizer's file of rank {rank} has no {key}")
     return found
@@ -42,7 +44,7 @@ def groups_of(saved: Saved) -> list[dict[str, Any]]:
     shapes = saved.models[0]["param_shapes"]
     for number, group in enumerate(torch_state(saved, 0)["param_groups"]):
         if group.get("bias_correction") not in (None, True, 1):
-            raise ValueError(f"{saved.path}: group {number} has bias_correction=False, which torch's Adam has not")
+            raise NotImported(f"{saved.path}: group {number} has bias_correction=False, which torch's Adam has not")
         options = {k: v for k, v in group.items() if k not in ("params", "param_names", "bias_correction", "step")}
         for key, value in options.items():
             codec.dumps(value, f"param_groups[{number}][{key!r}]", [])
@@ -66,10 +68,12 @@ def optimizer_name(saved: Saved, told: str | None) -> str:
     if decoupled is None and isinstance(options, dict):
         kind = str(options.get("type")).lower()
         if kind not in ("adam", "adamw"):
-            raise ValueError(f"{saved.path}: expected Adam or AdamW, the configuration has {options.get('type')!r}")
+            raise NotImported(
+                f"{saved.path}: expected Adam or AdamW, the configuration has {shown(options.get('type'))}"
+            )
         decoupled = kind == "adamw" or (options.get("params") or {}).get("adam_w_mode", True)
     if decoupled is None:
-        raise ValueError(f"{saved.path} does not say whether its optimizer is Adam or AdamW: give optimizer=")
+        raise NotImported(f"{saved.path} does not say whether its optimizer is Adam or AdamW: give optimizer=")
     return "AdamW" if decoupled else "Adam"
 
 
@@ -94,19 +98,48 @@ def extra_of(model: dict[str, Any]) -> tuple[str, list[Tensor], list[str]]:
     return codec.dumps(values, "extra", tensors).decode(), tensors, dropped
 
 
+def _scaler_fields(found: Any) -> dict[str, Any]:
+    """The attributes of DeepSpeed's loss scaler; nothing where there is none.
+
+    Raises:
+        ValueError: one is not a number of its kind.
+    """
+    if found is None:
+        return {}
+    fields = found.state if isinstance(found, Record) else None
+    if not isinstance(fields, dict):
+        raise ValueError(f"loss_scaler: expected an object with attributes, found {shown(found)}")
+    scale = fields.get("cur_scale", 1.0)
+    if type(scale) not in (int, float) or not 0 < scale <= 2.0**127:
+        raise ValueError(f"loss_scaler: expected cur_scale from 0 to 2^127, found {shown(scale)}")
+    if not fields.get("dynamic"):
+        return {"cur_scale": scale}
+    for name in ("cur_iter", "scale_window", "cur_hysteresis", "delayed_shift"):
+        if not is_count(fields.get(name), 2**53) or (name == "scale_window" and not fields[name]):
+            raise ValueError(f"loss_scaler: expected a count as {name}, found {shown(fields.get(name))}")
+    last: Any = fields.get("last_overflow_iter")
+    least: Any = fields.get("min_scale")
+    if type(last) is not int or not -1 <= last <= fields["cur_iter"]:
+        raise ValueError(f"loss_scaler: expected last_overflow_iter up to cur_iter, found {shown(last)}")
+    if type(least) not in (int, float) or not 0 < least <= 2.0**127:
+        raise ValueError(f"loss_scaler: expected min_scale from 0 to 2^127, found {shown(least)}")
+    return fields
+
+
 def scaler_state(found: Any) -> dict[str, Any]:
     """The loss scale's state: the next growth comes at the step at which DeepSpeed's would."""
     state = {"dynamic": False, "pending": None, "scale": 1.0, "growth": 0, "hysteresis": 1, "hopeless": 0}
-    if found is None or not getattr(found, "dynamic", False):
-        return {**state, "scale": float(getattr(found, "cur_scale", 1.0))}
+    scaler = _scaler_fields(found)
+    if not scaler.get("dynamic"):
+        return {**state, "scale": float(scaler.get("cur_scale", 1.0))}
     # It counts from the last overflow, is one behind, and grows at each multiple of the window.
-    clean = found.cur_iter - found.last_overflow_iter - 2
+    clean = scaler["cur_iter"] - scaler["last_overflow_iter"] - 2
     return {
         **state,
         "dynamic": True,
-        "scale": float(found.cur_scale),
-        "growth": max(clean, 0) % found.scale_window,
-        "hysteresis": found.cur_hysteresis,
+        "scale": float(scaler["cur_scale"]),
+        "growth": max(clean, 0) % scaler["scale_window"],
+        "hysteresis": scaler["cur_hysteresis"],
     }
 
 
@@ -114,14 +147,14 @@ def options_of(saved: Saved) -> str:
     """The options of `shard` that the run had."""
     optimizer, config = saved.optimizers[0], saved.models[0].get("ds_config")
     config = config if isinstance(config, dict) else {}
-    scaler = optimizer.get("loss_scaler")
-    if scaler is not None and getattr(scaler, "dynamic", False):
+    scaler = _scaler_fields(optimizer.get("loss_scaler"))
+    if scaler.get("dynamic"):
         policy = (
-            f'shardmp.Precision("fp16", init_scale={float(scaler.cur_scale)}, growth_interval={scaler.scale_window}, '
-            f"hysteresis={scaler.delayed_shift}, min_scale={float(scaler.min_scale)})"
+            f'shardmp.Precision("fp16", init_scale={float(scaler["cur_scale"])}, growth_interval={scaler["scale_window"]}, '
+            f"hysteresis={scaler['delayed_shift']}, min_scale={float(scaler['min_scale'])})"
         )
     elif (config.get("fp16") or {}).get("enabled") is True:
-        policy = f'shardmp.Precision("fp16", static_scale={float(getattr(scaler, "cur_scale", 1.0))})'
+        policy = f'shardmp.Precision("fp16", static_scale={float(scaler.get("cur_scale", 1.0))})'
     else:
         policy = '"bf16"' if any((config.get(key) or {}).get("enabled") for key in ("bf16", "bfloat16")) else '"fp32"'
     clip = optimizer.get("clip_grad", config.get("gradient_clipping"))

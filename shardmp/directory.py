@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .manifest import MANIFEST, METADATA, CheckpointError
+from .regular_files import read_whole
 
 LATEST = "latest"
 _COMPLETE = re.compile(r"step-(\d{9,})\.(\d+)")
@@ -115,8 +116,8 @@ def _sweep(root: Path, *prefixes: str) -> None:
 
 
 def _pointed(root: Path) -> Path | None:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        name = (root / LATEST).read_text().strip()
+    with contextlib.suppress(OSError, UnicodeDecodeError, CheckpointError):
+        name = read_whole(root / LATEST, 256).decode().strip()
         if _COMPLETE.fullmatch(name) and (root / name).is_dir():
             return root / name
     return None
@@ -162,7 +163,7 @@ def newest_first(root: Path) -> Iterator[Path]:
 
 def is_ours(path: Path) -> bool:
     """Whether shardmp has written the checkpoint at `path`, and so a manifest: also one that has lost it."""
-    return step_of(path) is not None or (path / MANIFEST).is_file()
+    return step_of(path) is not None or os.path.lexists(path / MANIFEST)
 
 
 def sync_directory(path: Path) -> None:

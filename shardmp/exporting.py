@@ -9,7 +9,6 @@ Invariant: one tensor is in memory at a time; a file is complete or not there.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from . import directory
+from .header import read_header
 from .manifest import CheckpointError, Manifest
+from .new_file import refuse_odd, replacing
 from .precision import DTYPES
-from .saved_state import STATE
 from .storage import Reader
 from .unpickling import read_metadata
 
@@ -39,6 +39,7 @@ _SAFETENSORS = {
     torch.bool: "BOOL",
 }
 _PREFIX = "model."
+_ABOUT = "__metadata__"  # in safetensors' header, beside the tensors' names
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,8 @@ class Contents:
         self.manifest = Manifest.load(self.path) if directory.is_ours(self.path) else None
         if self.manifest is not None:
             self.manifest.check_sizes(self.path)
-        self.reader = Reader(self.path, read_metadata(self.path), self.manifest)
-        self.header: dict[str, Any] = {}
-        if STATE in self.reader.metadata.state_dict_metadata:
-            self.header = json.loads(self.reader.read_tensor(STATE).numpy().tobytes())
+        self.reader = Reader(self.path, read_metadata(self.path, self.manifest), self.manifest)
+        self.header: dict[str, Any] = read_header(self.reader) or {}
 
     def entries(self) -> Iterator[Entry]:
         """All tensors by name; a tied one under each of its names."""
@@ -121,9 +120,12 @@ def export(root: str | Path, target: str | Path, *, dtype: str = "fp32", step: i
         ValueError: another dtype, or a checkpoint without a model.
         OverflowError: a weight beyond the dtype's range.
         FileNotFoundError, CheckpointError: as of `shardmp.load`.
+        FileExistsError: the target is a directory, a device, a link, or anything else that is not a regular file.
+        OSError: the target cannot be written; what was there before is as it was.
     """
     if dtype not in DTYPES:
         raise ValueError(f"export(dtype=...): expected {', '.join(map(repr, DTYPES))}, got {dtype!r}")
+    refuse_odd(Path(target))
     contents = Contents(root, step)
     tied = contents.tied()
     buffers = {_PREFIX + name for name in contents.header.get("buffers", ())}
@@ -135,7 +137,7 @@ def export(root: str | Path, target: str | Path, *, dtype: str = "fp32", step: i
     for name, kind in kinds.items():
         if kind.is_floating_point and name not in buffers:
             kinds[name] = DTYPES[dtype]
-        if kinds[name] not in _SAFETENSORS:
+        if kinds[name] not in _SAFETENSORS or _key(name) == _ABOUT:
             raise ValueError(f"{name} is {kind}, for which safetensors has no word")
     about = {"format": "pt", "step": str(contents.manifest.step if contents.manifest else "")}
     about["tied"] = json.dumps({_key(alias): _key(name) for alias, name in tied.items() if name.startswith(_PREFIX)})
@@ -151,7 +153,7 @@ def _key(name: str) -> str:
 def _header(
     names: list[str], saved: dict[str, TensorStorageMetadata], kinds: dict[str, torch.dtype], about: dict[str, str]
 ) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": about}
+    entries: dict[str, Any] = {_ABOUT: about}
     position = 0
     for name in names:
         end = position + saved[name].size.numel() * kinds[name].itemsize
@@ -177,15 +179,8 @@ def _converted(reader: Reader, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _write(target: Path, header: bytes, tensors: Iterator[Tensor]) -> None:
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(header)
-            for tensor in tensors:
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(target) as file:
+        file.write(header)
+        for tensor in tensors:
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     directory.sync_directory(target.parent)

@@ -2,7 +2,7 @@
 
 Owns:      the file's descriptor, and one buffer for what is under way to the disk.
 Takes:     bytes, in any number of parts of any size.
-Gives:     the file on the disk; the system's error, with the file's name, where that fails.
+Gives:     the file on the disk, or one that takes an older one's place; the system's error, with the file's name.
 Invariant: the bytes are the same whichever way they take.
 
 [Note: past the page cache] Through the page cache a file is on the disk soonest: the system has much under way at a time.
@@ -18,11 +18,15 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
+
+from .regular_files import kind_of
 
 _ALIGNMENT = 4096  # bytes: of addresses, offsets and lengths under O_DIRECT; no disk asks for more
 _AT_ONCE = 2**23  # bytes of one write
@@ -98,6 +102,49 @@ class NewFile:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes `target`'s name, in one rename, when it is complete and on the disk.
+
+    Until then it has a random name beside it, which is removed where anything fails.
+
+    Raises:
+        OSError: `target` is there and is not a regular file, or cannot be written; it names `target`.
+    """
+    refuse_odd(target)
+    partial = target.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        # O_EXCL follows no link, and takes nothing over.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        refuse_odd(target)
+        os.replace(partial, target)
+    except OSError as error:
+        if error.filename is None or Path(error.filename) == partial:
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def refuse_odd(target: Path) -> None:
+    """That nothing is there, or a regular file: a rename would put a file in the place of a device or a link.
+
+    Raises:
+        FileExistsError: something else is.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        kind = kind_of(os.lstat(target).st_mode)
+        if kind:
+            raise FileExistsError(errno.EEXIST, f"it is {kind}; expected a regular file, or a new name", str(target))
 
 
 def _set_direct(descriptor: int, wanted: bool) -> bool:

@@ -24,10 +24,11 @@ from . import codec, directory
 from .agreement import dcp_is_quiet, group_for_files, meet, raise_first, together
 from .checksum import crc32
 from .collectives import Collectives
+from .header import read_header
 from .manifest import MANIFEST, CheckpointError, Manifest
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
-from .saved_state import RANKS, STATE, TENSORS
+from .saved_state import RANKS, TENSORS
 from .saving import wait_for_save
 from .storage import Reader
 from .targets import Targets
@@ -145,12 +146,9 @@ def _open(collectives: Collectives, root: Path, step: int | str | None) -> _Foun
         manifest = Manifest.load(path) if directory.is_ours(path) else None
         if manifest is not None and collectives.rank == 0:
             manifest.check_sizes(path)
-        metadata = read_metadata(path)
-        header = None
+        metadata = read_metadata(path, manifest)
         reader = Reader(path, metadata, manifest)
-        if STATE in metadata.state_dict_metadata:
-            header = json.loads(bytes(reader.read_tensor(STATE).numpy().tobytes()))
-        found.append(_Found(path, manifest, reader, header))
+        found.append(_Found(path, manifest, reader, read_header(reader)))
         return None if manifest is None else crc32((path / MANIFEST).read_bytes())
 
     told = together(collectives, opened)

@@ -10,9 +10,11 @@ Invariant: a tensor is written from where it lies and read to where it belongs, 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,9 +29,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from . import container, directory
+from .archive_reading import read_archive
 from .checksum import crc32
 from .manifest import MANIFEST, METADATA, STRETCH, CheckpointError, Manifest, Record, altered
 from .new_file import NewFile
+from .regular_files import opened
 
 # -- writing
 
@@ -196,11 +200,11 @@ class Reader(StorageReader):
         """Read each archive that this rank needs a part of once, in the order of the files."""
         items = sorted(plan.items, key=lambda item: self._place(item.storage_index))
         for name, in_file in groupby(items, key=lambda item: self._place(item.storage_index)[0]):
-            with self._opened(name) as file:
+            with self._opened(name) as descriptor:
                 archives = [list(group) for _, group in groupby(in_file, key=lambda i: self._place(i.storage_index))]
-                self._read_ahead(file.fileno(), [archive[0].storage_index for archive in archives])
+                self._read_ahead(descriptor, [archive[0].storage_index for archive in archives])
                 for archive in archives:
-                    self._read(file.fileno(), archive, planner)
+                    self._read(descriptor, archive, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -211,14 +215,18 @@ class Reader(StorageReader):
         if hasattr(os, "posix_fadvise"):  # Linux
             os.posix_fadvise(descriptor, first, last + length - first, os.POSIX_FADV_WILLNEED)
 
-    def _opened(self, name: str) -> Any:
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
         try:
-            return (self.path / name).open("rb", buffering=0)
+            with opened(self.path / name) as descriptor:
+                yield descriptor
         except FileNotFoundError:
             raise CheckpointError(f"{self.path / name} is missing") from None
 
     def _place(self, index: MetadataIndex) -> tuple[str, int, int]:
-        info = self.metadata.storage_data[index]
+        info = self.metadata.storage_data.get(index)
+        if info is None:
+            raise CheckpointError(f"{self.path / METADATA}: {index.fqn} is in no file")
         return info.relative_path, info.offset, info.length
 
     def _read(self, descriptor: int, items: Sequence[ReadItem], planner: Any) -> None:
@@ -250,9 +258,12 @@ class Reader(StorageReader):
         if not record.data:
             blob = self._blob(descriptor, index)
             try:
-                found: Tensor = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
-            except Exception as error:  # of whatever kind: the bytes may be any
+                found = read_archive(blob)
+            except ValueError as error:
                 raise CheckpointError(f"{self._where(index)} was not read: {error}") from None
+            sizes, dtype = torch.Size(self._sizes(index)), self._dtype(index)
+            if not isinstance(found, Tensor) or found.shape != sizes or found.dtype != dtype:
+                raise CheckpointError(f"{self._where(index)} is not a tensor of {dtype} with the shape {tuple(sizes)}")
             return found
         if self._scratch.numel() < record.data:
             self._scratch = torch.empty(record.data, dtype=torch.uint8, device="cpu")
@@ -265,8 +276,12 @@ class Reader(StorageReader):
         return self._records.get((name, offset)) or Record(offset, length, 0, 0, -1, 0)
 
     def _tensor(self, index: MetadataIndex) -> TensorStorageMetadata:
-        found = self.metadata.state_dict_metadata[index.fqn]
-        assert isinstance(found, TensorStorageMetadata)
+        return self._named(index.fqn)
+
+    def _named(self, name: str) -> TensorStorageMetadata:
+        found = self.metadata.state_dict_metadata.get(name)
+        if not isinstance(found, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path / METADATA}: {name} is not a tensor")
         return found
 
     def _dtype(self, index: MetadataIndex) -> torch.dtype:
@@ -308,16 +323,17 @@ class Reader(StorageReader):
 
     def read_tensor(self, name: str) -> Tensor:
         """One whole tensor, from all the boxes that it was written in."""
-        found = self.metadata.state_dict_metadata[name]
-        assert isinstance(found, TensorStorageMetadata)
+        found = self._named(name)
         whole = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
         for chunk in found.chunks:
             index = MetadataIndex(name, chunk.offsets)
-            with self._opened(self._place(index)[0]) as file:
+            if not math.prod(chunk.sizes):
+                continue
+            with self._opened(self._place(index)[0]) as descriptor:
                 target = whole
                 for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                     target = target.narrow(dim, start, length)
-                target.copy_(self.read_chunk(file.fileno(), index))
+                target.copy_(self.read_chunk(descriptor, index))
         return whole
 
     def tensors(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
