@@ -128,6 +128,7 @@ class _Archive:
             ("torch._utils", "_rebuild_tensor_v2"): of_dtype,
             ("torch._utils", "_rebuild_tensor_v3"): with_dtype,
             ("torch._utils", "_rebuild_parameter"): parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): parameter,
         }
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Tensor:

@@ -131,7 +131,7 @@ def find(root: Path, step: int | str | None) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    if (root / METADATA).is_file():
+    if os.path.lexists(root / METADATA):
         return root
     if step in (None, "latest"):
         pointed = _pointed(root)
