@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from . import exact, tensorcore
+from . import exact, products, tensorcore
 from .checks import check_model, check_optimizer, check_scaler, trainable
 from .collectives import Collectives
 from .gradients import Gradients
@@ -112,7 +112,8 @@ def shard(
         scaler,
     )
     if device.type == "cpu" and policy.dtype != torch.float32:
-        tensorcore.enable(policy.dtype)
+        offers = collectives.gather_objects(products.offer(policy.dtype, tensorcore.in_use(policy.dtype)))
+        tensorcore.enable(policy.dtype, products.agreed(offers))
     if device.type == "cuda":
         tensorcore.accumulate_in_fp32(policy.dtype)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import tensorcore
+from . import products, tensorcore
 from .collectives import Collectives
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
@@ -86,6 +86,7 @@ def check_model(model: nn.Module, policy: Precision, device: torch.device) -> No
         raise ValueError("shard(model): no parameter requires a gradient")
     kept = tuple(policy.fp32_modules(model))
     if policy.dtype != torch.float32 and device.type == "cpu":
+        products.setting()
         refused = tensorcore.refusals(model, kept, dtype=policy.dtype, autocast=policy.autocast)
         if refused:
             raise ValueError("shard(model): " + "; ".join(refused))

@@ -1,7 +1,7 @@
 """`shardmp env`: what an issue should say about the machine.
 
 Owns:      the order and the wording of the report.
-Takes:     `host_facts`.
+Takes:     `host_facts`; whose 16-bit products this CPU would train with.
 Gives:     one dictionary, and the same as lines of text.
 Invariant: works without ranks, without a GPU and with variables that contradict each other; shows no secret.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from . import host_facts
+from . import host_facts, products
 
 _COMMANDS = ("torchrun", "mpirun", "srun", "kubectl", "docker")
 
@@ -24,11 +24,20 @@ def report() -> dict[str, Any]:
     """The facts of this host, and of how this process was started."""
     return {
         **host_facts.facts(),
+        "products": _products(),
         "system": f"{_distribution()}, {platform.machine()}",
         "interpreter": sys.executable,
         "launcher": host_facts.launcher(),
         "commands": {name: path for name in _COMMANDS if (path := shutil.which(name))},
     }
+
+
+def _products() -> dict[str, str]:
+    """By dtype, whose products this host would train with alone, in words; a variable that makes no sense says so."""
+    try:
+        return {name: products.words(products.chosen_here(dtype)) for dtype, name in products.NAMES.items()}
+    except ValueError as mistake:
+        return dict.fromkeys(products.NAMES.values(), f"none: {mistake}")
 
 
 def _distribution() -> str:
@@ -60,6 +69,7 @@ def _hardware(found: dict[str, Any]) -> list[str]:
     said = [
         f"cpu: {cpu['model']}, {cpu['cores']} cores{usable}, {cpu['threads']} threads",
         f"cpu features: {' '.join(cpu['features']) or 'none that matter here'}",
+        *(f"{name} products on the cpu: {whose}" for name, whose in found["products"].items()),
         f"memory: {decimal(memory['size'])}{ceiling}",
     ]
     if shared is None:

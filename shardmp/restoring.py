@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
-from . import codec, directory
+from . import codec, directory, products
 from .agreement import dcp_is_quiet, group_for_files, meet, raise_first, together
 from .checksum import crc32
 from .collectives import Collectives
@@ -28,7 +28,7 @@ from .header import read_header
 from .manifest import MANIFEST, CheckpointError, Manifest
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
-from .saved_state import RANKS, TENSORS
+from .saved_state import RANKS, TENSORS, products_of
 from .saving import wait_for_save
 from .storage import Reader
 from .targets import Targets
@@ -112,6 +112,8 @@ def load(
             raise
         targets.apply(plain)
     values, row = _restore(collectives, found, own, extra, per_rank) if optimizer is not None else ({}, None)
+    if optimizer is not None and found.header is not None and collectives.rank == 0:
+        products.warn_of_differences(str(found.path), found.header.get("products"), products_of(optimizer))
     manifest = found.manifest
     return Loaded(
         found.path,

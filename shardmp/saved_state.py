@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import codec
+from . import codec, tensorcore
 from .flat_shard import FlatShard
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
@@ -113,6 +113,7 @@ def to_save(
             "counters": optimizer.counters(),
             "optimizer": type(optimizer._original).__name__,
             "buffers": sorted(weights.buffers),
+            "products": products_of(optimizer),
             "extra": extra.decode(),
         }
         ours["state"] = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
@@ -120,6 +121,14 @@ def to_save(
         optim["param_groups"] = groups_of(model, optimizer)
     aliases = {f"model.{alias}": f"model.{name}" for alias, name in weights.aliases.items()}
     return {"model": own, "optim": optim, "shardmp": ours}, aliases
+
+
+def products_of(optimizer: ShardedOptimizer) -> dict[str, dict[str, str]]:
+    """Whose 16-bit products the run computes with, by dtype and kind of operator; empty where that is no question."""
+    precision = optimizer.precision
+    if precision.param == "fp32" or optimizer._collectives.device.type != "cpu":
+        return {}
+    return {precision.param: tensorcore.in_use(precision.dtype)}
 
 
 def _dealt(weights: Weights, rank: int, ranks: int) -> list[str]:

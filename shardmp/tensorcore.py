@@ -1,13 +1,13 @@
-"""FP16 and BF16 products on a CPU without 16-bit units, computed as a Tensor Core does: multiply 16 bits, add in FP32.
+"""FP16 and BF16 products on a CPU, computed as a Tensor Core does: multiply 16 bits, add in FP32.
 
-Owns the CPU kernels of torch's matrix products, attention and convolution while emulation is on. Takes 16-bit CPU
-tensors and gives 16-bit results, forward and backward, wherever in torch the operator is called from. Invariant: a
-result is the FP32 kernel's result on the 16-bit inputs, alpha, beta and bias included, rounded once; tensors of every
-other dtype take the stock kernel and keep their bits; other devices are never touched.
+Owns torch's CPU kernels of the operators and dtypes that `products` gives to "own". Takes 16-bit CPU tensors and gives
+16-bit results, forward and backward, wherever in torch the operator is called from. Invariant: a result is the FP32
+kernel's result on the 16-bit inputs, alpha, beta and bias included, rounded once; tensors of every other dtype take the
+stock kernel and keep their bits; other devices are never touched.
 
 [Note: why at the dispatcher]
-torch's own FP16 products are 10 to 40 times slower than FP32 on such a CPU. A mode or a patched function would miss
-what calls operators from C++ or later: backward formulas, activation checkpoints that recompute inside backward,
+torch's own FP16 products are 10 to 40 times slower than FP32 on a CPU without units. A mode or a patched function would
+miss what calls operators from C++ or later: backward formulas, activation checkpoints that recompute inside backward,
 autocast, MultiheadAttention's fast path. A kernel registered for the CPU key is below all of them. Composites such as
 linear, matmul, einsum, bilinear or LSTM end in the operators registered here. The price: a call with another dtype
 passes through a few microseconds of Python, and keeps the GIL, which torch offers no way to release around a kernel.
@@ -27,13 +27,16 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["accumulate_in_fp32", "disable", "enable", "is_enabled", "refusals"]
+from . import products
+from .products import ATTENTION, CONVOLUTION, CONVOLUTION_BACKWARD, KINDS, MATRIX, OWN, RECURRENT, TORCH
+
+__all__ = ["accumulate_in_fp32", "disable", "enable", "in_use", "is_enabled", "refusals"]
 
 Kernel = Callable[..., Any]
 
@@ -58,23 +61,34 @@ _NEED_AUTOCAST: tuple[type[nn.Module], ...] = (
     nn.MultiLabelMarginLoss,
 )
 
-_active: set[torch.dtype] = set()
+# By kind of operator, the dtypes of which products are ours now.
+_active: dict[str, set[torch.dtype]] = {kind: set() for kind in KINDS}
 _stock: dict[str, Kernel] = {}
 _library: torch.library.Library | None = None
 _lock = threading.Lock()
 _local = threading.local()
 
 
-def enable(dtype: torch.dtype) -> bool:
-    """Turns emulation on in this process for FP16 or BF16; False where the CPU has units for it (or dtype is neither)."""
+def enable(dtype: torch.dtype, choice: Mapping[str, str] | None = None) -> bool:
+    """Computes here the FP16 or BF16 products that are "own" in `choice`, by default this CPU's; whether there are any.
+
+    What is ours already stays ours until `disable`.
+    """
     global _library
-    if dtype not in _DTYPES or _has_native_units(dtype):
+    if dtype not in _DTYPES:
         return False
+    wanted = [kind for kind, who in (choice or products.chosen_here(dtype)).items() if who == OWN]
     with _lock:
-        if _library is None:
+        if wanted and _library is None:
             _library = _register()
-        _active.add(dtype)
-    return True
+        for kind in wanted:
+            _active[kind].add(dtype)
+    return bool(wanted)
+
+
+def in_use(dtype: torch.dtype) -> products.Choice:
+    """Who computes products of `dtype` in this process now."""
+    return {kind: OWN if dtype in _active[kind] else TORCH for kind in KINDS}
 
 
 def accumulate_in_fp32(dtype: torch.dtype) -> None:
@@ -85,15 +99,16 @@ def accumulate_in_fp32(dtype: torch.dtype) -> None:
 
 
 def is_enabled(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype on the CPU are emulated now."""
-    return dtype in _active
+    """Whether some products of this dtype on the CPU are ours now."""
+    return OWN in in_use(dtype).values()
 
 
 def disable() -> None:
     """Restores torch's own kernels for all dtypes."""
     global _library
     with _lock:
-        _active.clear()
+        for dtypes in _active.values():
+            dtypes.clear()
         if _library is not None:
             _library._destroy()
             _library = None
@@ -119,17 +134,6 @@ def refusals(
     ]
 
 
-def _has_native_units(dtype: torch.dtype) -> bool:
-    """Whether torch hands products of this dtype to oneDNN here, which it does where the CPU has instructions for them.
-
-    On x86 that is AVX512-FP16, AMX-FP16 or AVX-NE-CONVERT for FP16, and AVX512 or AVX-NE-CONVERT for BF16 (which oneDNN
-    itself computes in FP32 where AVX512-BF16 is absent). A build without oneDNN lacks the operators.
-    """
-    name = "_is_mkldnn_fp16_supported" if dtype is torch.float16 else "_is_mkldnn_bf16_supported"
-    supported = getattr(torch.ops.mkldnn, name, None)
-    return supported is not None and bool(supported())
-
-
 def _register() -> torch.library.Library:
     get_kernel = getattr(torch.library, "get_kernel", None)
     if get_kernel is None:
@@ -139,18 +143,19 @@ def _register() -> torch.library.Library:
         )
     library = torch.library.Library("aten", "IMPL")
     # All stock kernels are taken before the first override: some of them are composites of others.
-    for name in _EMULATIONS:
+    operators = [(kind, *item) for kind, emulations in _EMULATIONS.items() for item in emulations.items()]
+    for _, name, _ in operators:
         _stock[name] = get_kernel(f"aten::{name}", "CPU").call_boxed
     with warnings.catch_warnings():
         # torch warns that kernels are overridden, which is the purpose here.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for name, (decisive, emulation) in _EMULATIONS.items():
-            library.impl(name, _kernel(_stock[name], decisive, emulation), "CPU")
+        for kind, name, (decisive, emulation) in operators:
+            library.impl(name, _kernel(_stock[name], _active[kind], decisive, emulation), "CPU")
     return library
 
 
-def _kernel(stock: Kernel, decisive: tuple[int, ...], emulation: Kernel) -> Kernel:
-    """The kernel that is registered: emulation where all decisive tensors have one emulated dtype, else the stock one.
+def _kernel(stock: Kernel, active: set[torch.dtype], decisive: tuple[int, ...], emulation: Kernel) -> Kernel:
+    """The kernel that is registered: emulation where all decisive tensors have one dtype that is active, else the stock one.
 
     A mixture goes to the stock kernel, which raises its own error.
     """
@@ -158,7 +163,7 @@ def _kernel(stock: Kernel, decisive: tuple[int, ...], emulation: Kernel) -> Kern
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = args[first].dtype
-        if dtype in _active and all(args[i].dtype is dtype for i in others):
+        if dtype in active and all(args[i].dtype is dtype for i in others):
             return emulation(*args, **kwargs)
         return stock(_CPU, *args, **kwargs)
 
@@ -380,30 +385,36 @@ def _in_place(emulation: Kernel) -> Kernel:
     return kernel
 
 
-# Operator: positions of the tensors whose common dtype decides, and the emulation.
-_EMULATIONS: dict[str, tuple[tuple[int, ...], Kernel]] = {
-    "mm": ((0, 1), _mm),
-    "mm.out": ((0, 1), _out_variant(_mm)),
-    "addmm": ((1, 2, 0), _addmm),
-    "addmm.out": ((1, 2, 0), _out_variant(_addmm)),
-    "addmm_": ((1, 2, 0), _in_place(_addmm)),
-    "bmm": ((0, 1), _bmm),
-    "bmm.out": ((0, 1), _out_variant(_bmm)),
-    "baddbmm": ((1, 2, 0), _baddbmm),
-    "baddbmm.out": ((1, 2, 0), _out_variant(_baddbmm)),
-    "baddbmm_": ((1, 2, 0), _in_place(_baddbmm)),
-    "addmv": ((1, 2, 0), _addmv),  # mv ends here
-    "addmv.out": ((1, 2, 0), _out_variant(_addmv)),
-    "addmv_": ((1, 2, 0), _in_place(_addmv)),
-    "addbmm": ((1, 2, 0), _whole("addbmm")),
-    "addbmm.out": ((1, 2, 0), _out_variant(_whole("addbmm"))),
-    "addbmm_": ((1, 2, 0), _in_place(_whole("addbmm"))),
-    "_addmm_activation": ((1, 2, 0), _whole("_addmm_activation")),
-    "_addmm_activation.out": ((1, 2, 0), _out_variant(_whole("_addmm_activation"))),
-    "_convolution": ((0, 1), _whole("_convolution")),  # convolution ends here
-    "convolution_backward": ((0, 1, 2), _whole("convolution_backward")),
-    "mkldnn_rnn_layer": ((0, 1, 2), _whole("mkldnn_rnn_layer")),  # an LSTM with FP32 inputs under autocast
-    "mkldnn_rnn_layer_backward": ((0, 1, 2), _whole("mkldnn_rnn_layer_backward")),
-    "_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), _attention),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": ((0, 1, 2, 3), _attention_backward),
+# By kind, each operator: positions of the tensors whose common dtype decides, and the emulation.
+_EMULATIONS: dict[str, dict[str, tuple[tuple[int, ...], Kernel]]] = {
+    MATRIX: {
+        "mm": ((0, 1), _mm),
+        "mm.out": ((0, 1), _out_variant(_mm)),
+        "addmm": ((1, 2, 0), _addmm),
+        "addmm.out": ((1, 2, 0), _out_variant(_addmm)),
+        "addmm_": ((1, 2, 0), _in_place(_addmm)),
+        "bmm": ((0, 1), _bmm),
+        "bmm.out": ((0, 1), _out_variant(_bmm)),
+        "baddbmm": ((1, 2, 0), _baddbmm),
+        "baddbmm.out": ((1, 2, 0), _out_variant(_baddbmm)),
+        "baddbmm_": ((1, 2, 0), _in_place(_baddbmm)),
+        "addmv": ((1, 2, 0), _addmv),  # mv ends here
+        "addmv.out": ((1, 2, 0), _out_variant(_addmv)),
+        "addmv_": ((1, 2, 0), _in_place(_addmv)),
+        "addbmm": ((1, 2, 0), _whole("addbmm")),
+        "addbmm.out": ((1, 2, 0), _out_variant(_whole("addbmm"))),
+        "addbmm_": ((1, 2, 0), _in_place(_whole("addbmm"))),
+        "_addmm_activation": ((1, 2, 0), _whole("_addmm_activation")),
+        "_addmm_activation.out": ((1, 2, 0), _out_variant(_whole("_addmm_activation"))),
+    },
+    CONVOLUTION: {"_convolution": ((0, 1), _whole("_convolution"))},  # convolution ends here
+    CONVOLUTION_BACKWARD: {"convolution_backward": ((0, 1, 2), _whole("convolution_backward"))},
+    ATTENTION: {
+        "_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), _attention),
+        "_scaled_dot_product_flash_attention_for_cpu_backward": ((0, 1, 2, 3), _attention_backward),
+    },
+    RECURRENT: {
+        "mkldnn_rnn_layer": ((0, 1, 2), _whole("mkldnn_rnn_layer")),  # an LSTM with FP32 inputs under autocast
+        "mkldnn_rnn_layer_backward": ((0, 1, 2), _whole("mkldnn_rnn_layer_backward")),
+    },
 }

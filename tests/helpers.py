@@ -15,6 +15,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmp
+from shardmp import tensorcore
 from shardmp.collectives import Collectives
 from shardmp.neighbours import SWITCH, Neighbours
 
@@ -107,6 +108,19 @@ def through_sockets() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, "0")
         yield
+
+
+@contextlib.contextmanager
+def products_apart() -> Iterator[None]:
+    """Products are all torch's at first, whatever was enabled in this process before, which comes back in the end."""
+    before = {dtype: tensorcore.in_use(dtype) for dtype in (torch.float16, torch.bfloat16)}
+    tensorcore.disable()
+    try:
+        yield
+    finally:
+        tensorcore.disable()
+        for dtype, choice in before.items():
+            tensorcore.enable(dtype, choice)
 
 
 class OnDevice(TorchFunctionMode):

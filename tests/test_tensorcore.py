@@ -9,31 +9,28 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import products_apart
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardmp import tensorcore
+from shardmp.products import KINDS, MATRIX, OWN, TORCH
 
 FP16, BF16 = torch.float16, torch.bfloat16
 both = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 
 
 @pytest.fixture(autouse=True)
-def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Emulation on for both dtypes, also on a CPU that has 16-bit units, on one thread; then as it was."""
-    before = [dtype for dtype in (FP16, BF16) if tensorcore.is_enabled(dtype)]
+def emulation() -> Iterator[None]:
+    """All products ours in both dtypes, also on a CPU that has 16-bit units, on one thread; then as it was."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with monkeypatch.context() as context:
-        context.setattr(tensorcore, "_has_native_units", lambda dtype: False)
-        assert all(tensorcore.enable(dtype) for dtype in (FP16, BF16))
+    with products_apart():
+        assert all(tensorcore.enable(dtype, dict.fromkeys(KINDS, OWN)) for dtype in (FP16, BF16))
         yield
-        tensorcore.disable()
-        for dtype in before:
-            tensorcore.enable(dtype)
     torch.set_num_threads(threads)
 
 
@@ -241,40 +238,33 @@ def test_other_dtypes_take_the_stock_kernels_with_the_same_bits(dtype: torch.dty
 
 
 def registered() -> bool:
-    return any("tensorcore" in torch._C._dispatch_dump(f"aten::{name}") for name in tensorcore._EMULATIONS)
+    names = [name for emulations in tensorcore._EMULATIONS.values() for name in emulations]
+    return any("tensorcore" in torch._C._dispatch_dump(f"aten::{name}") for name in names)
 
 
 def test_disable_restores_torchs_kernels_and_enable_can_be_repeated() -> None:
     assert registered()
-    assert tensorcore.enable(FP16)
+    assert tensorcore.enable(FP16, dict.fromkeys(KINDS, OWN))
     tensorcore.disable()
     assert not registered()
     assert not tensorcore.is_enabled(FP16)
     samples(FP16)
-    assert tensorcore.enable(FP16)
+    assert tensorcore.enable(FP16, dict.fromkeys(KINDS, OWN))
     assert tensorcore.is_enabled(FP16)
     assert not tensorcore.is_enabled(BF16)
     a, b = matrix(30, 50, FP16), matrix(50, 20, FP16)
     assert_same(a @ b, fp32(torch.mm, a, b))
 
 
-def test_a_cpu_with_units_for_the_dtype_keeps_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_chosen_from_torch_keeps_its_kernels() -> None:
     tensorcore.disable()
-    monkeypatch.setattr(tensorcore, "_has_native_units", lambda dtype: dtype is BF16)
-    assert tensorcore.enable(BF16) is False
+    assert tensorcore.enable(BF16, dict.fromkeys(KINDS, TORCH)) is False
     assert not registered()
-    assert tensorcore.enable(torch.float32) is False
-    assert tensorcore.enable(FP16) is True
+    assert tensorcore.enable(torch.float32, dict.fromkeys(KINDS, OWN)) is False
+    assert tensorcore.enable(FP16, {**dict.fromkeys(KINDS, TORCH), MATRIX: OWN}) is True
     assert (tensorcore.is_enabled(FP16), tensorcore.is_enabled(BF16)) == (True, False)
-
-
-def test_units_are_what_onednn_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    tensorcore.disable()
-    for dtype, name in ((FP16, "_is_mkldnn_fp16_supported"), (BF16, "_is_mkldnn_bf16_supported")):
-        native = getattr(torch.ops.mkldnn, name)()
-        assert tensorcore._has_native_units(dtype) is native
-        assert tensorcore.enable(dtype) is not native
+    assert tensorcore.in_use(FP16) == {**dict.fromkeys(KINDS, TORCH), MATRIX: OWN}
+    assert tensorcore.in_use(BF16) == dict.fromkeys(KINDS, TORCH)
 
 
 def test_a_torch_without_get_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +272,7 @@ def test_a_torch_without_get_kernel_is_refused_by_name(monkeypatch: pytest.Monke
     with monkeypatch.context() as context:
         context.delattr(torch.library, "get_kernel")
         with pytest.raises(RuntimeError, match=r"torch\.library\.get_kernel"):
-            tensorcore.enable(FP16)
+            tensorcore.enable(FP16, dict.fromkeys(KINDS, OWN))
     assert not tensorcore.is_enabled(FP16)
 
 

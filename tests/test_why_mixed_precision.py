@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import products_apart
 
 from shardmp import tensorcore
 
@@ -62,14 +63,11 @@ def test_updates_below_half_a_spacing_are_lost() -> None:
 
 @pytest.fixture
 def emulated() -> Iterator[None]:
-    """16-bit products that add in FP32, as the program has them; other tests keep what they had."""
-    before = [dtype for dtype in (torch.float16, torch.bfloat16) if tensorcore.is_enabled(dtype)]
-    for dtype in (torch.float16, torch.bfloat16):
-        tensorcore.enable(dtype)
-    yield
-    tensorcore.disable()
-    for dtype in before:
-        tensorcore.enable(dtype)
+    """The 16-bit products of this CPU, as the program has them; other tests keep what they had."""
+    with products_apart():
+        for dtype in (torch.float16, torch.bfloat16):
+            tensorcore.enable(dtype)
+        yield
 
 
 def test_without_a_scale_gradients_vanish_and_without_masters_weights_stay(emulated: None) -> None:
