@@ -18,6 +18,7 @@ import shardmp
 from shardmp import tensorcore
 from shardmp.collectives import Collectives
 from shardmp.neighbours import SWITCH, Neighbours
+from shardmp.products import VARIABLE
 
 
 class Weights(nn.Module):
@@ -111,12 +112,20 @@ def through_sockets() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def products_apart() -> Iterator[None]:
-    """Products are all torch's at first, whatever was enabled in this process before, which comes back in the end."""
+def products_apart(setting: str | None = None) -> Iterator[None]:
+    """Products are all torch's at first, whatever was enabled in this process before, which comes back in the end.
+
+    Args:
+        setting: what SHARDMP_PRODUCTS says meanwhile; None leaves the choice to the kind of CPU.
+    """
     before = {dtype: tensorcore.in_use(dtype) for dtype in (torch.float16, torch.bfloat16)}
     tensorcore.disable()
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(VARIABLE, raising=False)
+            if setting is not None:
+                patch.setenv(VARIABLE, setting)
+            yield
     finally:
         tensorcore.disable()
         for dtype, choice in before.items():

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardmp import tensorcore
+from shardmp import products, tensorcore
 from shardmp.products import KINDS, MATRIX, OWN, TORCH
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -409,9 +409,13 @@ def layers() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     }
 
 
+@pytest.mark.parametrize("who", [OWN, TORCH])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("name", layers())
-def test_composite_layers_work_in_training_and_evaluation(name: str, autocast: bool) -> None:
+def test_composite_layers_work_in_training_and_evaluation(name: str, autocast: bool, who: str) -> None:
+    if who == TORCH:
+        tensorcore.disable()
+        tensorcore.enable(FP16, products.choose(FP16, products.flags(), torch.__version__, TORCH))
     layer, inputs = layers()[name]
     layer = layer.half()
     wide = copy.deepcopy(layer).float()
