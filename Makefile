@@ -65,8 +65,10 @@ $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[test,plot]' torch==2.13.0 deepspeed==0.19.8 ninja
 	touch $@
 
-# shardmp beside DDP, FSDP2, DeepSpeed and the machine's limits, some ten minutes: let nothing else run meanwhile.
+# Each 16-bit product that shardmp chooses on this CPU beside the better of torch's and its own; then shardmp beside DDP,
+# FSDP2, DeepSpeed and the machine's limits, some ten minutes: let nothing else run meanwhile.
 bench: $(BENCH_STAMP)
+	$(BIN)/python benchmarks/products.py
 	$(BIN)/python benchmarks/peers.py --markdown runs/peers.md --chart docs/peers.png
 
 clean:
