@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import products_apart
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardmp import tensorcore
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "precision.md"
 
@@ -80,10 +83,12 @@ def test_the_table_has_every_operator_that_is_tried() -> None:
     assert sorted(table()) == sorted(OPERATORS)
 
 
+@pytest.mark.parametrize("products", ["own", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_what_autocast_gives_on_the_cpu_is_what_the_table_says(dtype: torch.dtype) -> None:
+def test_what_autocast_gives_on_the_cpu_is_what_the_table_says(dtype: torch.dtype, products: str) -> None:
     x = torch.rand(4, 8)
-    with torch.autocast("cpu", dtype=dtype):
+    with products_apart(products), torch.autocast("cpu", dtype=dtype):
+        tensorcore.enable(dtype)
         found = {name: word(operator(x.to(dtype), x).dtype) for name, operator in OPERATORS.items()}
     assert found == {name: cpu for name, (cpu, _) in table().items()}
 
