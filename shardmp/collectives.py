@@ -1,6 +1,6 @@
 """Everything that crosses between ranks.
 
-Owns:      the calls of torch.distributed, the count of bytes that they send, and the memory of a failure.
+Owns:      the calls of torch.distributed, and the count of bytes that they send.
 Takes:     rows of 16-bit (or FP32) elements, and the FP32 (or FP64) shard into which they are summed; small vectors.
 Gives:     the reduce-scatter in one hop or two (along the route and in the order of `exchange`), or the backend's own
            ("native"); the all-gather in place, the verdict's all-reduce, broadcasts at start-up.
@@ -37,6 +37,7 @@ from .messages import (
     pairs,
 )
 from .neighbours import Neighbours, Remote
+from .poison import Poison
 from .world import control_group
 
 _instances = 0  # the largest number that an instance of this process has
@@ -50,7 +51,7 @@ def _must_stage(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     return device.type == "cuda" and str(dist.get_backend(group)) == "gloo"
 
 
-class Collectives:
+class Collectives(Poison):
     """The collectives of one shard group.
 
     Args:
@@ -69,7 +70,6 @@ class Collectives:
         self.world_size = 1 if alone else dist.get_world_size(group)
         self.ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.is_staged = not alone and _must_stage(group, device)
-        self.failure: str | None = None
         self.sent_bytes = 0
         self._has_control = False
         unmet = [Member.unmet(rank) for rank in self.ranks]
@@ -101,22 +101,6 @@ class Collectives:
         """Tell the peers where this rank is ("step 3, backward 2"), for the error that names who was where."""
         self._roll.at(place)
 
-    def refuse_after_failure(self) -> None:
-        """Raise if a collective has failed before.
-
-        Raises:
-            RuntimeError: ranks may be a step apart; only a restart from a checkpoint is safe.
-        """
-        if self.failure is not None:
-            raise RuntimeError(
-                f"a collective failed before ({self.failure}); ranks may be a step apart, so nothing more is done: "
-                "restart from the last checkpoint"
-            )
-
-    def poison(self, reason: str) -> None:
-        """Remember that this rank left the common order of collectives."""
-        self.failure = self.failure or reason
-
     @contextlib.contextmanager
     def _doing(self, operation: str) -> Iterator[None]:
         self.refuse_after_failure()
@@ -125,6 +109,9 @@ class Collectives:
         except RuntimeError as error:
             self.poison(f"{operation} at {self._roll.place}")
             raise RuntimeError(self._roll.explain(operation, str(error), self._is_broken)) from error
+        except BaseException as error:  # Ctrl-C while it waits: what was under way is lost
+            self.poison(f"{operation} at {self._roll.place}: {type(error).__name__}")
+            raise
 
     def _is_broken(self, rank: int) -> bool:
         """Whether a message to `rank` cannot even be sent; through the control group, whose connections nothing has used."""

@@ -186,6 +186,11 @@ class ShardedOptimizer(Refusals):
             with torch.enable_grad():
                 value = closure()
         self._check_before_step(divide_by)
+        with self._collectives.all_or_nothing(f"step {self._steps + 1}"):
+            self._step(divide_by)
+        return self.report if closure is None else value
+
+    def _step(self, divide_by: float | Tensor | None) -> None:
         self._collectives.at(f"step {self._steps + 1}, after backward {self._gradients.backwards}")
 
         verdict = decide(
@@ -215,7 +220,6 @@ class ShardedOptimizer(Refusals):
         self._start_window()
         torch.clear_autocast_cache()  # an autocast region around the whole loop would keep old weights
         self._heartbeat.beat()
-        return self.report if closure is None else value
 
     def _contribution(self, divide_by: float | Tensor | None) -> Contribution:
         squares, owners = self._gradients.squares()
