@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from .module import ShardedModule
     from .optimizer import ShardedOptimizer
     from .precision import Precision
+    from .report import Overflow, StepReport
     from .restoring import Loaded, load
     from .saving import Saving, save
-    from .verdict import Overflow, StepReport
     from .world import World, init
 
 __all__ = [

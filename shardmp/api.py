@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import exact, products, tensorcore
+from .agreed import option_lines
 from .checks import check_model, check_optimizer, check_scaler, trainable
 from .collectives import Collectives
 from .gradients import Gradients
@@ -279,6 +280,7 @@ def _fingerprint(model: nn.Module, optimizer: Optimizer, policy: Precision, opti
     lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} groups")
     for number, group in enumerate(optimizer.param_groups):
         lines.append(f"group {number}: {', '.join(names[id(p)] for p in group['params'])}")
+        lines += [f"group {number}, option {key!r}: {value}" for key, value in option_lines(group).items()]
     lines.append(f"precision: {policy}")
     lines.append(f"options: {options}")
     return lines

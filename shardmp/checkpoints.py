@@ -30,9 +30,9 @@ from .agreement import together
 from .manifest import CheckpointError
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
+from .report import StepReport
 from .restoring import Loaded, load
 from .saving import Saving, save, wait_for_save
-from .verdict import StepReport
 
 # A shell's exit status for SIGTERM, 128 + 15: not 0, so that torchrun and Slurm know that the run is not at its end.
 PREEMPTED = 143

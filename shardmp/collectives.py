@@ -71,6 +71,10 @@ class Collectives(Poison):
         self.ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.is_staged = not alone and _must_stage(group, device)
         self.sent_bytes = 0
+        self.facts: dict[str, Any] = {}
+        """What this rank's parts hold that must be the same on every rank: compared in every step, see `agreed`."""
+        self.agreed: dict[str, Any] = {}
+        """The facts of the last step of which this rank knows that they were the same on every rank."""
         self._has_control = False
         unmet = [Member.unmet(rank) for rank in self.ranks]
         unmet[self.rank] = Member.myself(self.ranks[self.rank])

@@ -96,12 +96,15 @@ class Gradients:
         self._read: list[Flight] = []  # summed here; neighbours may not have read all of our rows
         self._next = 0
         self.in_backward = False
-        self.backwards = 0
         self.synchronising = True  # False under no_sync in stage 1
         self.armed = True  # False between step and the next scaled loss, where losses are scaled
         self.peers: Callable[[], list[Gradients]] = lambda: [self]  # of models under the same loss
         self.at_begin: Callable[[], None] = lambda: None
         self.at_end: list[Callable[[], None]] = []
+        self.backwards = 0
+        self._one_expected = True
+        self.seen: list[bool] = [False] * len(names)
+        self._held = self.seen
         self.reset()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook_for(index))
@@ -110,14 +113,34 @@ class Gradients:
         ]
 
     def reset(self) -> None:
-        """Drop what this step's backwards have brought."""
-        self._one_expected = self.backwards <= 1
+        """This step's backwards are used up: forget what they have brought."""
+        if self.backwards:  # a second reset tells nothing of how many there will be
+            self._one_expected = self.backwards == 1
+        if self.seen != self._held:
+            self._held = [held or seen for held, seen in zip(self._held, self.seen, strict=True)]
         self.backwards = 0
         self.reduced = False
         self.seen = [False] * len(self.names)
         self.brought = torch.zeros(self.layout.ranks + 1, 2, dtype=torch.float64, device=self._collectives.device)
         self._local: list[Tensor | None] = [None] * len(self.buckets)
         self._locally_summed = False
+
+    def drop(self, *, set_to_none: bool) -> None:
+        """What `zero_grad` does.
+
+        Args:
+            set_to_none: no parameter has a gradient any more; otherwise each that had one, since it was last taken away,
+                takes part in the next step with a gradient of zero or more, as in torch.
+        """
+        self.reset()
+        if set_to_none:
+            self._held = [False] * len(self.names)
+        self.seen = list(self._held)
+
+    @property
+    def unsynced(self) -> bool:
+        """Whether the last backward was under `no_sync`, and no other has reduced what it has brought."""
+        return self._locally_summed
 
     # -- one backward
 

@@ -5,6 +5,11 @@ Takes:     a loss; the shared state of the loss scale.
 Gives:     the scaled loss; the verdict's loss lanes; gradients that are armed: they may arrive.
 Invariant: the scale does not move while gradients that it has scaled wait for their step, whoever shares it.
 
+[Note: what is a backward] Gradients begin to arrive with the first one of a parameter, or with that of a leaf that
+every scaled loss hangs on: autograd adds to a leaf's `.grad` in `backward`, not in `autograd.grad`, so the latter counts
+as no backward, and a backward that reaches no parameter does. One backward is one micro-batch, of however many scaled
+losses: its loss is their sum, each times the gradient with which autograd entered it.
+
 [Note: a shared scale] Models under one loss share a scale. A backward through a scaled loss arms the gradients of all of
 them, and each that it reaches counts the loss as its own. The scale moves when the next loss is scaled, once, by all
 verdicts since; a model alone moves it at each step.
@@ -13,13 +18,29 @@ verdicts since; a model alone moves it at each step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .gradients import Gradients
 from .scaler import LossScaler
+
+
+class _Scaled(torch.autograd.Function):
+    """A loss times the loss scale. Backward takes the scale of the step that the gradients wait for, which need not be
+    the one that this loss was multiplied by: it may have been scaled before the last step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, begins: Tensor, scale: Tensor, reach: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.reach = reach
+        return loss * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.reach(gradient), gradient, None, None
 
 
 class Losses:
@@ -35,7 +56,7 @@ class Losses:
         self.scaler = scaler
         self._gradients = gradients
         self._needs_scale = scaler.precision.has_loss_scale
-        self._reached: Tensor | None = None  # the loss whose backward runs
+        self._reached: Tensor | None = None  # the loss whose backward runs, 0-dim FP64
         scaler.users.append(weakref.ref(self))
         gradients.peers = self._gradients_in_order
         gradients.at_end.append(self._count)
@@ -60,17 +81,32 @@ class Losses:
             self.scaler.settle()
         for user in users:
             user.used_scale = self.scaler.scale
-        scaled = loss.float() * self.scaler.scale
         value = loss.detach().reshape(()).to(self.sums.device, torch.float64, non_blocking=True)
-
-        def reached(gradient: Tensor) -> None:  # the first thing that a backward through this loss does
-            for user in self._users():
-                user._gradients.armed = True
-                user._reached = value
-            self._gradients.begin_in_autograd()
-
-        scaled.register_hook(reached)
+        begins = torch.empty((), dtype=torch.float32, device=loss.device, requires_grad=True)
+        begins.register_post_accumulate_grad_hook(self._begin)
+        scaled: Tensor = _Scaled.apply(
+            loss.float(), begins, self.scaler.scale, lambda gradient: self._reach(value, gradient)
+        )
         return scaled
+
+    def _begin(self, leaf: Tensor) -> None:
+        leaf.grad = None
+        self._gradients.begin_in_autograd()
+
+    def _reach(self, value: Tensor, gradient: Tensor) -> Tensor:
+        """Autograd has reached a scaled loss: gradients may arrive. Gives the scale that they are to have."""
+        entered = gradient.detach().reshape(()).to(value.device, torch.float64, non_blocking=True)
+        for user in self._users():
+            user._gradients.armed = True
+            user._reached = value * entered if user._reached is None else user._reached + value * entered
+        torch.autograd.Variable._execution_engine.queue_callback(self._forget)
+        return self.used_scale
+
+    def _forget(self) -> None:
+        """At autograd's end: what was no backward of ours brought no loss."""
+        for user in self._users():
+            if not user._gradients.in_backward:
+                user._reached = None
 
     def skip_micro_batch(self) -> None:
         """A backward without data counts as no micro-batch: called before it ends."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .buffers import Buffers
 from .collectives import Collectives
 from .gradients import Gradients
 from .parameters import Parameters
@@ -99,7 +100,7 @@ class ShardedModule(nn.Module):
         gradients: Gradients,
         *,
         broadcast_buffers: bool,
-        drop_gradients: Callable[[], None],
+        drop_gradients: Callable[[bool], None],
     ) -> None:
         super().__init__()
         self.module = module
@@ -117,7 +118,7 @@ class ShardedModule(nn.Module):
         for kept in precision.fp32_modules(module).values():
             self._compute_in_fp32(kept)
         if broadcast_buffers:
-            gradients.at_end.append(self._broadcast_buffers)
+            gradients.at_end.append(Buffers(module, collectives).broadcast)
 
     # -- forward
 
@@ -195,23 +196,9 @@ class ShardedModule(nn.Module):
         finally:
             self._gradients.synchronising = before
 
-    @torch.no_grad()
-    def _broadcast_buffers(self) -> None:
-        """Rank 0's buffers, in one call, at the end of a backward: a rank without data runs no forward."""
-        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
-        if not buffers or self._collectives.world_size == 1:
-            return
-        flat = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
-        self._collectives.broadcast(flat)
-        if self._collectives.rank:
-            sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
-            for buffer, values in zip(buffers, flat.split(sizes), strict=True):
-                # The clone aligns the bytes for wider types.
-                buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were accumulated since the last step."""
-        self._drop_gradients()
+        self._drop_gradients(set_to_none)
         self.module.zero_grad(set_to_none)
 
     # -- the same keys and current values as the unwrapped model

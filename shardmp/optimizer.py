@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import budgeting, heartbeat
+from .agreed import Agreed
 from .collectives import Collectives
 from .gradients import Gradients
 from .launcher import local_rank_of
@@ -30,9 +31,10 @@ from .parameters import Parameters
 from .precision import Precision
 from .ranges import named_range
 from .refusals import NoState, Refusals
+from .report import StepReport
 from .scaler import LossScaler
 from .update import Update
-from .verdict import Contribution, StepReport, decide
+from .verdict import Contribution, decide
 
 
 class ShardedOptimizer(Refusals):
@@ -82,6 +84,8 @@ class ShardedOptimizer(Refusals):
         self._heartbeat = heartbeat.start(collectives.rank, local_rank_of(os.environ), os.environ)
         self._steps = 0
         self._max_grad_norm = max_grad_norm
+        self._agreed = Agreed(collectives)
+        self._told: StepReport | None = None  # that it was withheld, on every rank
         self.report: StepReport | None = None
         """The report of the last step; None before the first."""
         self.stop_requested = False
@@ -178,7 +182,10 @@ class ShardedOptimizer(Refusals):
             The step's `StepReport`, or what the closure returned.
 
         Raises:
-            RuntimeError: no backward since the last step; too many skips that a smaller scale cannot cure.
+            RuntimeError: no backward since the last step; too many skips that a smaller scale cannot cure. Of the step
+                before: its last backward was under `no_sync`.
+            ValueError: of the step before: ranks had different options, or a divisor was not finite and above 0. It has
+                changed nothing; where the cause is mended on every rank, a further call makes this step.
             OverflowError: a master that the update of the step before made too large for FP16.
         """
         value = None
@@ -193,12 +200,14 @@ class ShardedOptimizer(Refusals):
     def _step(self, divide_by: float | Tensor | None) -> None:
         self._collectives.at(f"step {self._steps + 1}, after backward {self._gradients.backwards}")
 
+        clip = self._max_grad_norm if self._clip_once is None else self._clip_once
+        own, checksum = self._agreed.take(self.param_groups, clip, divided=divide_by is not None)
         verdict = decide(
-            self._contribution(divide_by),
+            self._contribution(divide_by, checksum),
             self._collectives,
             scale=self._losses.used_scale,
             average=self._average,
-            max_grad_norm=self._max_grad_norm if self._clip_once is None else self._clip_once,
+            max_grad_norm=clip,
         )
         absent = self._gradients.absent()
         left_out = self._update.left_out(verdict, absent)
@@ -210,18 +219,18 @@ class ShardedOptimizer(Refusals):
         self._parameters.finish_publishing()
         self._parameters.note_versions()
         scaler = self._losses.scaler
-        scaler.update(verdict.found_inf, verdict.loss_not_finite)
-        self._skipped += verdict.found_inf != 0
+        scaler.update(verdict.found_inf, verdict.loss_not_finite, ~verdict.withheld)
+        self._skipped += verdict.skipped
 
         self._steps += 1
-        self.report = StepReport(self._steps, verdict, scaler.hopeless, self._names)
+        self.report = StepReport(self._steps, verdict, scaler.hopeless, self._names, own, self._collectives.rank)
         self._original._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made before `shard`
         self._clip_once = None
         self._start_window()
         torch.clear_autocast_cache()  # an autocast region around the whole loop would keep old weights
         self._heartbeat.beat()
 
-    def _contribution(self, divide_by: float | Tensor | None) -> Contribution:
+    def _contribution(self, divide_by: float | Tensor | None, checksum: float | Tensor) -> Contribution:
         squares, owners = self._gradients.squares()
         return Contribution(
             squares=squares,
@@ -231,6 +240,8 @@ class ShardedOptimizer(Refusals):
             losses=self._losses.sums,
             too_large=self._parameters.too_large(),
             divide_by=divide_by,
+            checksum=checksum,
+            unsynced=self._gradients.unsynced,
             stop=self.stop_requested,
         )
 
@@ -255,14 +266,29 @@ class ShardedOptimizer(Refusals):
 
     def _look_at_last_step(self) -> None:
         """The host reads the verdict of the step before: by now it waits for nothing."""
+        self.refuse_withheld()
         if self.report is None:
             return
         self.report.check_update()
+        if self.report.withheld:
+            return
+        self._collectives.agreed = self.report.snapshot.facts
         if self.report.hopeless_skips >= self.precision.max_skips:
             raise RuntimeError(
                 f"{self.report.hopeless_skips} steps in a row were skipped {self._why_hopeless(self.report)}; the last at "
                 f"step {self.report.step}: {self.report.overflow}"
             )
+
+    def refuse_withheld(self) -> None:
+        """Raise, once, where the last step has written nothing because ranks disagreed. Collective.
+
+        Raises:
+            ValueError, RuntimeError: on every rank the same; see `StepReport.raise_withheld`.
+        """
+        if self.report is not None and self.report.withheld and self._told is not self.report:
+            self._told = self.report
+            self._agreed.put_back(self.report.snapshot)
+            self.report.raise_withheld(self._collectives)
 
     def _why_hopeless(self, report: StepReport) -> str:
         overflow = report.overflow
@@ -279,10 +305,16 @@ class ShardedOptimizer(Refusals):
         self._losses.reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that were accumulated since the last step."""
+        """Drop the gradients that were accumulated since the last step.
+
+        Args:
+            set_to_none: as in torch: with False every parameter that had a gradient since the last `zero_grad()` takes
+                part in the next step, with a gradient of zero where no backward brings another.
+        """
         if self._gradients.in_backward:
             raise RuntimeError("zero_grad() inside a backward")
-        self._start_window()
+        self._losses.reset()
+        self._gradients.drop(set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the next step at `max_norm` (2-norm of the unscaled, averaged gradient), whatever `max_grad_norm` says."""
@@ -354,8 +386,14 @@ class ShardedOptimizer(Refusals):
         return whole.view(shape)
 
     def synchronize(self) -> None:
-        """Wait until every parameter is the rounding of its master: before reading raw inner parameters after `step`."""
+        """Wait until every parameter is the rounding of its master: before reading raw inner parameters after `step`.
+
+        Raises:
+            ValueError, RuntimeError: the last step was withheld, and nothing has said so yet.
+        """
         self._parameters.all_ready()
+        if self.report is not None and self.report.withheld and self._told is not self.report:
+            self.report.raise_withheld()
 
     # -- what it holds and sends
 

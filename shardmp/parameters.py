@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .agreed import LOADED
+from .checksum import crc32
 from .collectives import Collectives
 from .exchange import TILE
 from .layout import Bucket, Layout
@@ -273,7 +275,17 @@ class Parameters:
                 masters, values = found.master[start : start + TILE], found.own[start : start + TILE]
                 changed = masters.to(values.dtype) != values
                 masters.copy_(torch.where(changed, values.float(), masters))
+        self._note_loaded()
         self.note_versions()
+
+    def _note_loaded(self) -> None:
+        """Let the ranks compare what was loaded: each has written the whole parameters, so all must have the same."""
+        if self._collectives.world_size > 1 and self._collectives.device.type != "meta":
+            digest = 0
+            for found in self.buckets:
+                for part in found.flat.view(torch.uint8).split(4 * TILE):
+                    digest = crc32(part.cpu().numpy(), digest)
+            self._collectives.facts[LOADED] = f"CRC-32 {digest:08x}"
 
 
 def _storage(tensor: Tensor) -> int:

@@ -27,6 +27,9 @@ NORM_LAYERS: tuple[type[nn.Module], ...] = (
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
+# The loss scale is an FP32 number, and so is its reciprocal.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
+
 _SCALE_OPTIONS = (
     "init_scale",
     "growth_factor",
@@ -53,7 +56,7 @@ class Precision:
         backoff_factor: the scale is multiplied by it when the hysteresis is used up.
         growth_interval: steps without overflow, in a row, before the scale grows.
         hysteresis: skipped steps that are borne before the scale backs off; refilled when the scale grows.
-        min_scale, max_scale: bounds of the scale.
+        min_scale, max_scale: bounds of the scale. All scales lie from 2^-126 to 2^127.
         max_skips: an error is raised after so many skipped steps in a row at the minimum, under a static scale, or with
             losses that were themselves not finite.
         static_scale: a scale that never moves, in place of the dynamic one.
@@ -126,12 +129,20 @@ class Precision:
                 raise ValueError(f"Precision({name}=...): expected a finite number above 0, got {value}")
             return float(value)
 
-        low, high = positive("min_scale", self.min_scale), positive("max_scale", self.max_scale)
+        def scale(name: str, value: object) -> float:
+            if not SMALLEST_SCALE <= (found := positive(name, value)) <= LARGEST_SCALE:
+                raise ValueError(
+                    f"Precision({name}=...): expected from 2^-126 to 2^127, where FP32 holds the scale and its reciprocal, "
+                    f"got {value}"
+                )
+            return found
+
+        low, high = scale("min_scale", self.min_scale), scale("max_scale", self.max_scale)
         if low > high:
             raise ValueError(f"Precision: min_scale {low} is above max_scale {high}")
         if self.static_scale is not None:
-            positive("static_scale", self.static_scale)
-        elif not low <= positive("init_scale", self.init_scale) <= high:
+            scale("static_scale", self.static_scale)
+        elif not low <= scale("init_scale", self.init_scale) <= high:
             raise ValueError(
                 f"Precision(init_scale=...): expected between min_scale {low} and max_scale {high}, got {self.init_scale}"
             )

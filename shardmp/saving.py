@@ -135,6 +135,7 @@ def save(
     wait_for_save(optimizer)
     collectives = optimizer._collectives
     collectives.refuse_after_failure()
+    optimizer.refuse_withheld()
     number = optimizer.steps if step is None else step
     meet(collectives, f"shardmp.save() of step {number}")
     made: list[_Values] = []

@@ -1,8 +1,8 @@
 """One small vector decides a step for all ranks.
 
 Owns:      the vector's lanes, their one all-reduce, and what the sum says: on the device for the update, on the host
-for people. Takes:     sums of squares of the gradient shard's blocks, counts, the loss; never a gradient. Gives:
-`Verdict` (norm, skip flag and divisor as 0-dim tensors) and `StepReport`, whose fields wait only when read.
+in its lanes for people (`report`). Takes:     sums of squares of the gradient shard's blocks, counts, the loss; never a
+gradient. Gives: `Verdict` (norm, skip flag and divisor as 0-dim tensors).
 Invariant: the norm is the same bit for bit however the blocks are dealt to ranks and buckets, since its sum is exact.
 
 [Note: sums free of order] A square v is split into multiples of fixed units, 2^60, 2^34, ..., each a factor of 2^26
@@ -41,32 +41,6 @@ def exact_sum_bins(values: Tensor) -> Tensor:
     return torch.stack(bins)
 
 
-@dataclass(frozen=True)
-class Overflow:
-    """Why a step was skipped.
-
-    Attributes:
-        step: the step, counted from 1.
-        parameters: names of the parameters whose summed gradient is not finite, in order of registration.
-        kind: "inf", "nan", "inf and nan", or "norm" where every element is finite and only the sum of squares is not.
-        ranks: the ranks that brought them; empty under `reduce="native"`, whose sum hides it.
-        loss_not_finite: whether a loss was inf or NaN before it was scaled: then no smaller scale can help.
-    """
-
-    step: int
-    parameters: tuple[str, ...]
-    kind: str
-    ranks: tuple[int, ...]
-    loss_not_finite: bool
-
-    def __str__(self) -> str:
-        shown = ", ".join(self.parameters[:3])
-        more = f" and {len(self.parameters) - 3} more" if len(self.parameters) > 3 else ""
-        who = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        loss = ", with a loss that was itself not finite" if self.loss_not_finite else ""
-        return f"{self.kind} in the gradient of {shown}{more}{who}{loss}"
-
-
 @dataclass
 class Contribution:
     """What this rank brings to the verdict.
@@ -79,6 +53,8 @@ class Contribution:
             many of them the loss is known.
         too_large: 0-dim FP64, 1 + the index of a parameter whose master the last update made too large, or 0.
         divide_by: this rank's word for the divisor, or None.
+        checksum: of all that ranks must have alike, whether `divide_by` is given too; see `agreed`.
+        unsynced: whether this rank's last backward was under `no_sync` and has not been reduced.
         stop: whether this rank was asked to stop.
     """
 
@@ -89,6 +65,8 @@ class Contribution:
     losses: Tensor
     too_large: Tensor
     divide_by: float | Tensor | None
+    checksum: float | Tensor
+    unsynced: bool
     stop: bool
 
 
@@ -118,6 +96,8 @@ class Lanes:
             "stop": 1,
             "too_large": self.ranks,
             "divide_by": self.ranks,
+            "checksum": self.ranks,
+            "unsynced": self.ranks,
         }
 
 
@@ -130,35 +110,54 @@ class Verdict:
         scale: the loss scale that was used, 0-dim FP32.
         average: "ranks" or "micro_batches".
         max_grad_norm: clip above it; None never does.
+        divided: whether the user has named the divisor.
 
     Attributes:
         norm: 0-dim FP64, the 2-norm of the gradient, unscaled and averaged, before clipping.
-        found_inf: 0-dim FP32, exactly 0.0 or 1.0 (torch's fused kernels test for equality with 1).
         grad_scale: 0-dim FP32, the one number by which the summed gradient is divided: scale x divisor x clipping,
             computed in FP64 and rounded once.
+        withheld: 0-dim bool: ranks disagree, named no proper divisor, or hold gradients that were never reduced. Nothing
+            is written, the loss scale stays, and it counts as no skip; an error follows.
+        skipped: 0-dim bool: the step is judged, and the gradient or `grad_scale` is not finite (or the latter is 0).
+        found_inf: 0-dim FP32, exactly 0.0 or 1.0 (torch's fused kernels test for equality with 1): either of the two.
     """
 
-    def __init__(self, vector: Tensor, lanes: Lanes, scale: Tensor, average: str, max_grad_norm: float | None) -> None:
+    def __init__(
+        self,
+        vector: Tensor,
+        lanes: Lanes,
+        scale: Tensor,
+        average: str,
+        max_grad_norm: float | None,
+        *,
+        divided: bool = False,
+    ) -> None:
         self.vector = vector
         self.lanes = lanes
         self.scale = scale
         parts = dict(zip(lanes.lengths(), vector.split(list(lanes.lengths().values())), strict=True))
         self.losses = parts["losses"]
         micro_batches = self.losses[2].clamp(min=1.0)
-        usual = micro_batches if average == "micro_batches" else torch.full_like(micro_batches, lanes.ranks)
-        # Rank 0's word counts on all ranks, so that no shard is divided by another number; a difference raises later.
-        named = parts["divide_by"][0]
-        divisor = torch.where(named != 0, named, usual)
+        divisor = micro_batches if average == "micro_batches" else torch.full_like(micro_batches, lanes.ranks)
+        self.withheld = parts["unsynced"].any()
+        if lanes.ranks > 1:
+            self.withheld |= (parts["checksum"] != parts["checksum"][0]).any()
+        if divided:
+            named = parts["divide_by"]
+            divisor = named[0]
+            self.withheld |= ~((named == divisor) & (named > 0) & named.isfinite()).all()
         self._had_gradient = parts["had_gradient"]
         total = parts["bins"][-1]
         for larger in reversed(parts["bins"][:-1].unbind()):  # smallest unit first; a cumsum has no fixed order on CUDA
             total = total + larger
         factor = scale.double() * divisor
         self.norm = total.sqrt() / factor
-        self.found_inf = (~total.isfinite()).float()
         if max_grad_norm is not None:
             factor = factor * ((self.norm + 1e-6) / max_grad_norm).clamp(min=1.0)
         self.grad_scale = factor.float()
+        fine = total.isfinite() & self.grad_scale.isfinite() & (self.grad_scale > 0)
+        self.found_inf = (~fine | self.withheld).float()
+        self.skipped = ~(fine | self.withheld)
 
     @property
     def loss_not_finite(self) -> Tensor:
@@ -166,7 +165,7 @@ class Verdict:
         return self.losses[1] > 0
 
     def skips(self, param: int) -> Tensor:
-        """0-dim FP32, 1.0 where the step must not touch the parameter: an overflow, or no rank had a gradient for it."""
+        """0-dim FP32, 1.0 where the step must not touch the parameter: none at all, or no rank had a gradient for it."""
         return torch.maximum(self.found_inf, (self._had_gradient[param] == 0).float())
 
     def unused(self) -> set[int]:
@@ -189,8 +188,11 @@ def decide(
     params, ranks, rank = len(own.had_gradient), collectives.world_size, collectives.rank
     lanes = Lanes(params, ranks)
     squares = torch.zeros(params, dtype=torch.float64, device=device).index_add_(0, own.owners, own.squares)
-    too_large, divide_by = torch.zeros(2, ranks, dtype=torch.float64, device=device)
+    rows = torch.zeros(4, ranks, dtype=torch.float64, device=device)
+    too_large, divide_by, checksum, unsynced = rows
     too_large[rank] = own.too_large
+    checksum[rank] = own.checksum
+    unsynced[rank] = own.unsynced
     if own.divide_by is not None:
         divide_by[rank : rank + 1] = own.divide_by
     pinned = device.type == "cuda"  # or the copy would wait
@@ -198,127 +200,7 @@ def decide(
     host = host.to(device, non_blocking=True)
     stop = torch.full((1,), float(own.stop), dtype=torch.float64, device=device)
     vector = torch.cat(
-        (exact_sum_bins(own.squares), squares, host, own.brought.view(-1), own.losses, stop, too_large, divide_by)
+        (exact_sum_bins(own.squares), squares, host, own.brought.view(-1), own.losses, stop, rows.view(-1))
     )
     collectives.all_reduce(vector)
-    return Verdict(vector, lanes, scale, average, max_grad_norm)
-
-
-class _OnItsWay:
-    """A vector that is copied to the host from now on: reading it waits for what was enqueued before, and nothing after."""
-
-    def __init__(self, vector: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        self._host = vector
-        if vector.is_cuda:
-            self._host = torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(vector, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def numbers(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._host.tolist()
-
-
-class StepReport:
-    """What one step did, equal on all ranks.
-
-    Reading a field waits for the device the first time; it is never a collective.
-
-    Attributes (as properties):
-        step: the step, counted from 1.
-        skipped: whether the update was skipped because a gradient was not finite.
-        grad_norm: 2-norm of the gradient, unscaled and averaged, before clipping; inf or NaN where skipped.
-        loss_scale: the loss scale that was used, to scale and to unscale.
-        loss: FP32 mean of the losses of all ranks and backwards, or None where none is known.
-        overflow: why the step was skipped, or None.
-    """
-
-    def __init__(self, step: int, verdict: Verdict, hopeless: Tensor, names: Sequence[str]) -> None:
-        self.step = step
-        self._names = names
-        self._lanes = verdict.lanes
-        extra = torch.stack((verdict.norm, verdict.scale.double(), verdict.found_inf.double(), hopeless.double()))
-        self._numbers = _OnItsWay(torch.cat((extra, verdict.vector)))
-        self._host: list[float] | None = None
-
-    def _read(self) -> list[float]:
-        if self._host is None:
-            self._host = self._numbers.numbers()
-        return self._host
-
-    def _lane(self, name: str) -> Sequence[float]:
-        return self._lanes.split(self._read()[4:])[name]
-
-    @property
-    def grad_norm(self) -> float:
-        return self._read()[0]
-
-    @property
-    def loss_scale(self) -> float:
-        return self._read()[1]
-
-    @property
-    def skipped(self) -> bool:
-        return self._read()[2] != 0.0
-
-    @property
-    def hopeless_skips(self) -> int:
-        """Skips in a row, up to this step, that a smaller loss scale cannot cure."""
-        return int(self._read()[3])
-
-    @property
-    def loss(self) -> float | None:
-        total, _, _, count = self._lane("losses")
-        return torch.tensor(total / count, dtype=torch.float32, device="cpu").item() if count else None
-
-    @property
-    def stop(self) -> bool:
-        """Whether a rank was asked to stop."""
-        return self._lane("stop")[0] > 0
-
-    @property
-    def overflow(self) -> Overflow | None:
-        """Why the step was skipped, or None."""
-        if not self.skipped:
-            return None
-        squares = torch.tensor(self._lane("squares"), dtype=torch.float64, device="cpu")
-        bad = torch.nonzero(~squares.isfinite()).view(-1).tolist()
-        brought = torch.tensor(self._lane("brought"), dtype=torch.float64, device="cpu").view(-1, 2)
-        kinds = [kind for kind, count in zip(("inf", "nan"), brought.sum(0).tolist(), strict=True) if count]
-        ranks = tuple(torch.nonzero(brought[:-1].sum(1)).view(-1).tolist())
-        return Overflow(
-            step=self.step,
-            parameters=tuple(self._names[index] for index in bad),
-            kind=" and ".join(kinds) or "norm",
-            ranks=ranks,
-            loss_not_finite=self._lane("losses")[1] > 0,
-        )
-
-    def check_update(self) -> None:
-        """Raise where the step before made a master too large, or ranks named different divisors.
-
-        Raises:
-            OverflowError: a master weight beyond FP16's range.
-            ValueError: `divide_by` differs between ranks.
-        """
-        for rank, index in enumerate(self._lane("too_large")):
-            if index:
-                raise OverflowError(
-                    f"the master weights of {self._names[int(index) - 1]} (owned by rank {rank}) grew beyond 65504, "
-                    f"the largest FP16 number, before step {self.step}: the run diverges; lower the learning rate, "
-                    "clip the gradient, or train in BF16"
-                )
-        divisors = self._lane("divide_by")
-        if len(set(divisors)) > 1:
-            raise ValueError(
-                f"step(divide_by=...) at step {self.step}: expected the same number on every rank, got {divisors}"
-            )
-
-    def __repr__(self) -> str:
-        return (
-            f"StepReport(step={self.step}, skipped={self.skipped}, grad_norm={self.grad_norm}, "
-            f"loss_scale={self.loss_scale}, loss={self.loss}, overflow={self.overflow})"
-        )
+    return Verdict(vector, lanes, scale, average, max_grad_norm, divided=own.divide_by is not None)
