@@ -28,7 +28,7 @@ _SIMPLE = frozenset((float, int, bool, str, type(None)))
 _PRIME = 2**31 - 1
 _NOTHING = "nothing"
 # A fact that holds for one step.
-LOADED = "weights loaded since the last step (model.load_state_dict)"
+LOADED = "weights loaded since the last step"
 
 
 class _TensorOption(NamedTuple):

@@ -72,9 +72,8 @@ class Collectives(Poison):
         self.is_staged = not alone and _must_stage(group, device)
         self.sent_bytes = 0
         self.facts: dict[str, Any] = {}
-        """What this rank's parts hold that must be the same on every rank: compared in every step, see `agreed`."""
-        self.agreed: dict[str, Any] = {}
-        """The facts of the last step of which this rank knows that they were the same on every rank."""
+        """What this rank's parts hold that must be the same on all: compared in every step, see `agreed`."""
+        self.agreed: dict[str, Any] = {}  # facts of the last step that this rank knows to have been the same on all
         self._has_control = False
         unmet = [Member.unmet(rank) for rank in self.ranks]
         unmet[self.rank] = Member.myself(self.ranks[self.rank])
@@ -113,7 +112,7 @@ class Collectives(Poison):
         except RuntimeError as error:
             self.poison(f"{operation} at {self._roll.place}")
             raise RuntimeError(self._roll.explain(operation, str(error), self._is_broken)) from error
-        except BaseException as error:  # Ctrl-C while it waits: what was under way is lost
+        except BaseException as error:  # Ctrl-C: what was under way is lost
             self.poison(f"{operation} at {self._roll.place}: {type(error).__name__}")
             raise
 

@@ -13,10 +13,8 @@ buffers and landing rows are pooled: as many exist as buckets were ever in fligh
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 import torch
 from torch import Tensor
@@ -26,12 +24,11 @@ from .collectives import Collectives
 from .exact import MAX_PAIRED, MAX_TERMS
 from .exchange import Part, sum_squares
 from .layout import BLOCK, Layout
+from .nested_backward import refuse_inside_another_backward
 from .ranges import in_range
 
 # Exchanges in flight before the oldest is awaited: one arrives while the next is filled.
 WINDOW = 2
-
-_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 class Gradients:
@@ -170,7 +167,7 @@ class Gradients:
         The engine's callback is private in torch; DistributedDataParallel and FSDP2 stand on it too.
         """
         if not self.in_backward:
-            _refuse_inside_another_backward()
+            refuse_inside_another_backward()
             self.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_all)
 
@@ -417,17 +414,3 @@ class Gradients:
         pools = [*self._sends.values(), *self._landings.values(), self._local_landings]
         pools += [self._host_sums, self._host_landings]
         return sum(pool.bytes for pool in pools)
-
-
-def _refuse_inside_another_backward() -> None:
-    """Where a loss is scaled, backward begins with it; a plain `loss.backward()` begins with the first gradient, which may
-    lie in a backward that a custom function runs inside its own: the end of that one is not the end of backward.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _FUNCTION_BACKWARD:
-            raise RuntimeError(
-                "a gradient arrived from a backward inside loss.backward() (reentrant activation checkpointing runs one): call "
-                "optimizer.backward(loss), or use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        frame = frame.f_back

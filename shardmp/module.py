@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .buffers import Buffers
+from .buffer_message import BufferMessage
 from .collectives import Collectives
 from .gradients import Gradients
 from .parameters import Parameters
@@ -118,7 +118,8 @@ class ShardedModule(nn.Module):
         for kept in precision.fp32_modules(module).values():
             self._compute_in_fp32(kept)
         if broadcast_buffers:
-            gradients.at_end.append(Buffers(module, collectives).broadcast)
+            self._buffer_message = BufferMessage(module.named_buffers(), collectives)
+            gradients.at_end.append(self._broadcast_buffers)
 
     # -- forward
 
@@ -195,6 +196,20 @@ class ShardedModule(nn.Module):
             yield
         finally:
             self._gradients.synchronising = before
+
+    @torch.no_grad()
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's buffers, in one call, at the end of a backward: a rank without data runs no forward."""
+        if self._collectives.world_size == 1:
+            return
+        buffers = dict(self.module.named_buffers())
+        flat = self._buffer_message.pack(buffers)
+        if not flat.numel():
+            return
+        self._collectives.broadcast(flat)
+        for name, values in self._buffer_message.unpack(flat):
+            # The clone aligns the bytes for wider types.
+            buffers[name].copy_(values.clone().view(buffers[name].dtype).view(buffers[name].shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were accumulated since the last step."""

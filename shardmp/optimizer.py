@@ -10,8 +10,6 @@ Papers: "Mixed Precision Training" (arXiv 1710.03740) and "ZeRO" (arXiv 1910.020
 
 from __future__ import annotations
 
-import math
-import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import budgeting, heartbeat
+from . import heartbeat
+from .accounts import Accounts
 from .agreed import Agreed
 from .collectives import Collectives
 from .gradients import Gradients
@@ -34,10 +33,10 @@ from .refusals import NoState, Refusals
 from .report import StepReport
 from .scaler import LossScaler
 from .update import Update
-from .verdict import Contribution, decide
+from .verdict import Contribution, check_divisor, decide
 
 
-class ShardedOptimizer(Refusals):
+class ShardedOptimizer(Accounts, Refusals):
     """An optimizer whose FP32 masters, moments and gradient sums are sharded over ranks. Made by `shardmp.shard`.
 
     It keeps the `param_groups` dicts of the optimizer that was handed in: schedulers made before or after act on it,
@@ -253,13 +252,7 @@ class ShardedOptimizer(Refusals):
         if not self._gradients.reduced:
             cause = "every backward since was under no_sync()" if self._gradients.backwards else "call backward first"
             raise RuntimeError(f"step() without a gradient since the last step: {cause}")
-        if divide_by is not None and not isinstance(divide_by, Tensor):
-            if isinstance(divide_by, bool) or not isinstance(divide_by, numbers.Real):
-                raise TypeError(f"step(divide_by=...): expected a number or a 0-dim tensor, got {divide_by!r}")
-            if not (math.isfinite(divide_by) and divide_by > 0):
-                raise ValueError(f"step(divide_by=...): expected a finite number above 0, got {divide_by}")
-        elif isinstance(divide_by, Tensor) and divide_by.numel() != 1:
-            raise ValueError(f"step(divide_by=...): expected one number, got shape {tuple(divide_by.shape)}")
+        check_divisor(divide_by)
         self._look_at_frozen()
         self._parameters.refuse_strange_writes()
         self._look_at_last_step()
@@ -273,11 +266,7 @@ class ShardedOptimizer(Refusals):
         if self.report.withheld:
             return
         self._collectives.agreed = self.report.snapshot.facts
-        if self.report.hopeless_skips >= self.precision.max_skips:
-            raise RuntimeError(
-                f"{self.report.hopeless_skips} steps in a row were skipped {self._why_hopeless(self.report)}; the last at "
-                f"step {self.report.step}: {self.report.overflow}"
-            )
+        self.report.check_skips(self.precision)
 
     def refuse_withheld(self) -> None:
         """Raise, once, where the last step has written nothing because ranks disagreed. Collective.
@@ -289,16 +278,6 @@ class ShardedOptimizer(Refusals):
             self._told = self.report
             self._agreed.put_back(self.report.snapshot)
             self.report.raise_withheld(self._collectives)
-
-    def _why_hopeless(self, report: StepReport) -> str:
-        overflow = report.overflow
-        if overflow is not None and overflow.loss_not_finite:
-            return "with a loss that was itself not finite: look for the cause in the forward, not in the loss scale"
-        if not self.precision.has_loss_scale:
-            return f"because gradients were not finite ({self.precision.param} has no loss scale to lower)"
-        if self.precision.static_scale is not None:
-            return f"under the static loss scale {self.precision.static_scale}: choose a smaller one, or a dynamic one"
-        return f"at the smallest loss scale, {self.precision.min_scale}: gradients overflow whatever the scale"
 
     def _start_window(self) -> None:
         self._gradients.reset()
@@ -395,53 +374,6 @@ class ShardedOptimizer(Refusals):
         if self.report is not None and self.report.withheld and self._told is not self.report:
             self.report.raise_withheld()
 
-    # -- what it holds and sends
-
-    def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds for training, counted tensor by tensor: see `budgeting.KINDS`."""
-        return {
-            "parameters": sum(_bytes(bucket.flat) for bucket in self._parameters.buckets),
-            "gradients": self._gradients.bytes,
-            "masters": sum(_bytes(bucket.master) for bucket in self._parameters.buckets if bucket.is_rounded),
-            "moments": self._update.state_bytes,
-            "buckets": self._gradients.buffer_bytes,
-        }
-
-    def predicted_memory(self) -> dict[str, int]:
-        """What `memory` should say, by `budgeting`."""
-        return budgeting.memory(
-            self._layout,
-            self._collectives.rank,
-            self._itemsize,
-            moments=self._update.moments,
-            window=self._gradients.window,
-            local_sums=False,
-            sum_itemsize=self._gradients.sum_itemsize,
-            hosts=self._gradients.num_hosts,
-            neighbours=0 if self._gradients.native else len(self._collectives.neighbours),
-        )
-
-    def wire_bytes(self) -> int:
-        """Bytes that this rank has sent since it was built."""
-        return self._collectives.sent_bytes
-
-    def predicted_wire_bytes(self, backwards: int = 1) -> int:
-        """Bytes that this rank sends in a step of so many backwards, by `budgeting`."""
-        factor = self._collectives.native_factor if self._gradients.native else 1
-        hosts = self._gradients.num_hosts
-        return budgeting.wire_bytes(
-            self._layout,
-            self._itemsize,
-            backwards=backwards,
-            native_factor=factor,
-            hosts=hosts,
-            sum_itemsize=self._gradients.sum_itemsize,
-        )
-
-    @property
-    def _itemsize(self) -> dict[str, int]:
-        return {found.bucket.dtype: found.flat.element_size() for found in self._parameters.buckets}
-
     # -- saved and loaded
 
     def refuse_between_steps(self, operation: str) -> None:
@@ -472,10 +404,6 @@ class ShardedOptimizer(Refusals):
         self._losses.scaler.load(counters["scaler"])
         self.report = None
         self._start_window()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def check_max_norm(value: Any) -> float:

@@ -285,7 +285,7 @@ class Parameters:
             for found in self.buckets:
                 for part in found.flat.view(torch.uint8).split(4 * TILE):
                     digest = crc32(part.cpu().numpy(), digest)
-            self._collectives.facts[LOADED] = f"CRC-32 {digest:08x}"
+            self._collectives.facts[LOADED] = f"model.load_state_dict, CRC-32 {digest:08x}"
 
 
 def _storage(tensor: Tensor) -> int:

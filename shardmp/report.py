@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .agreed import Snapshot, differences
 from .collectives import Collectives
+from .precision import Precision
 from .verdict import Verdict
 
 
@@ -176,6 +177,28 @@ class StepReport:
                     f"the largest FP16 number, before step {self.step}: the run diverges; lower the learning rate, "
                     "clip the gradient, or train in BF16"
                 )
+
+    def check_skips(self, precision: Precision) -> None:
+        """Raise where too many steps in a row were skipped for a cause that a smaller loss scale does not cure.
+
+        Raises:
+            RuntimeError: `Precision(max_skips=...)` of them, with the cause.
+        """
+        if self.hopeless_skips >= precision.max_skips:
+            raise RuntimeError(
+                f"{self.hopeless_skips} steps in a row were skipped {self._why_hopeless(precision)}; the last at step "
+                f"{self.step}: {self.overflow}"
+            )
+
+    def _why_hopeless(self, precision: Precision) -> str:
+        overflow = self.overflow
+        if overflow is not None and overflow.loss_not_finite:
+            return "with a loss that was itself not finite: look for the cause in the forward, not in the loss scale"
+        if not precision.has_loss_scale:
+            return f"because gradients were not finite ({precision.param} has no loss scale to lower)"
+        if precision.static_scale is not None:
+            return f"under the static loss scale {precision.static_scale}: choose a smaller one, or a dynamic one"
+        return f"at the smallest loss scale, {precision.min_scale}: gradients overflow whatever the scale"
 
     def raise_withheld(self, collectives: Collectives | None = None) -> None:
         """Say why nothing was written.

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
 from . import codec, directory, products
+from .agreed import LOADED
 from .agreement import dcp_is_quiet, group_for_files, meet, raise_first, together
 from .checksum import crc32
 from .collectives import Collectives
@@ -115,6 +116,9 @@ def load(
     if optimizer is not None and found.header is not None and collectives.rank == 0:
         products.warn_of_differences(str(found.path), found.header.get("products"), products_of(optimizer))
     manifest = found.manifest
+    collectives.facts[LOADED] = (
+        f"shardmp.load of {found.path}, {'without' if optimizer is None else 'with'} its optimizer"
+    )
     return Loaded(
         found.path,
         manifest.step if manifest else None,

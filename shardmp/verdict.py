@@ -14,6 +14,8 @@ and its order is fixed.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,6 +101,26 @@ class Lanes:
             "checksum": self.ranks,
             "unsynced": self.ranks,
         }
+
+
+def check_divisor(divide_by: float | Tensor | None) -> None:
+    """What the host can see of `step(divide_by=...)`; a tensor's value is looked at on the device.
+
+    Raises:
+        TypeError, ValueError: it is not a number above 0, nor a tensor of one.
+    """
+    if divide_by is None:
+        return
+    if isinstance(divide_by, Tensor):
+        if divide_by.numel() != 1:
+            raise ValueError(f"step(divide_by=...): expected one number, got shape {tuple(divide_by.shape)}")
+        if divide_by.is_complex() or divide_by.dtype == torch.bool:
+            raise TypeError(f"step(divide_by=...): expected a real number, got {divide_by.dtype}")
+        return
+    if isinstance(divide_by, bool) or not isinstance(divide_by, numbers.Real):
+        raise TypeError(f"step(divide_by=...): expected a number or a 0-dim tensor, got {divide_by!r}")
+    if not (math.isfinite(divide_by) and divide_by > 0):
+        raise ValueError(f"step(divide_by=...): expected a finite number above 0, got {divide_by}")
 
 
 class Verdict:
