@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from . import exact, products, tensorcore
 from .agreed import option_lines
+from .buffers import unexpanded
 from .checks import check_model, check_optimizer, check_scaler, trainable
 from .collectives import Collectives
 from .gradients import Gradients
@@ -31,6 +32,8 @@ from .module import ShardedModule
 from .optimizer import ShardedOptimizer, check_max_norm
 from .parameters import Parameters
 from .precision import DTYPES, Precision, as_precision
+from .refusals import retire
+from .taken import Taken
 from .update import Update, probe
 from .world import World, init
 
@@ -100,7 +103,6 @@ def shard(
         TypeError, ValueError: a bad argument or model, by name; on every rank, and before any tensor is sent.
         NotImplementedError: an option that this version does not have yet.
     """
-    _refuse_what_is_not_there(stage, units, free_after_forward)
     world = init()
     device = _device_of(model, world)
     collectives = Collectives(group, device)
@@ -110,6 +112,7 @@ def shard(
         model,
         optimizer,
         (precision, stage, reduce, average, max_grad_norm, bucket_mb, overlap, buffers),
+        {"units": units, "free_after_forward": free_after_forward},
         scaler,
     )
     if device.type == "cpu" and policy.dtype != torch.float32:
@@ -130,8 +133,7 @@ def shard(
     for entry, p in zip(entries, params, strict=True):
         if not p.numel():
             p.data = p.data.to(device, DTYPES[entry.dtype])
-    homes = [model.get_submodule(name.rpartition(".")[0])._parameters for name in names]
-    parameters = Parameters(layout, params, names, collectives, DTYPES, homes, overlap=options.overlap)
+    parameters = Parameters(layout, params, names, collectives, DTYPES, overlap=options.overlap)
     gradients = Gradients(
         layout,
         params,
@@ -144,22 +146,31 @@ def shard(
         overlap=options.overlap,
     )
     update = Update(optimizer, elementwise, params, parameters, gradients)
-    sharded = ShardedOptimizer(
+    taken = Taken(
+        model,
         optimizer,
         names,
         params,
         frozen,
+        parameters,
+        lambda error: collectives.at(f"an error of its own: {error}"),
+    )
+    sharded = ShardedOptimizer(
+        optimizer,
+        names,
+        params,
         layout,
         policy,
         collectives,
         parameters,
         gradients,
         update,
+        taken,
         None if scaler is None else scaler.shared_scaler(),
         average=options.average,
         max_grad_norm=options.max_grad_norm,
     )
-    _retire(optimizer)
+    retire(optimizer, sharded)
     _return_freed_memory()
     wrapped = ShardedModule(
         model,
@@ -173,10 +184,10 @@ def shard(
     return wrapped, sharded
 
 
-def _refuse_what_is_not_there(stage: Any, units: Any, free_after_forward: Any) -> None:
+def _refuse_what_is_not_there(stage: Any, later: dict[str, Any]) -> None:
     if stage == 3:
         raise NotImplementedError("shard(stage=3): this version has stages 1 and 2")
-    for name, value in (("units", units), ("free_after_forward", free_after_forward)):
+    for name, value in later.items():
         if value is not None:
             raise NotImplementedError(f"shard({name}=...): this version does not have it yet; leave it out")
 
@@ -214,6 +225,9 @@ def _check_exact(policy: Precision, average: str) -> None:
 
 # -- agreement
 
+# Another rank's mistake is raised as what it is; of other errors their words are told.
+_TOLD = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
+
 
 def _device_of(model: nn.Module, world: World) -> torch.device:
     """Where this rank trains."""
@@ -227,17 +241,24 @@ def _device_of(model: nn.Module, world: World) -> torch.device:
 
 
 def _agree(
-    collectives: Collectives, model: nn.Module, optimizer: Optimizer, values: tuple[Any, ...], scaler: Any
+    collectives: Collectives,
+    model: nn.Module,
+    optimizer: Optimizer,
+    values: tuple[Any, ...],
+    later: dict[str, Any],
+    scaler: Any,
 ) -> tuple[Precision, _Options, set[str]]:
     """Check what this rank was given, and that all ranks were given the same.
 
     Raises:
-        TypeError, ValueError: this rank's mistake, or another's, with its rank; the same on every rank.
+        TypeError, ValueError, NotImplementedError: this rank's mistake, or another's, with its rank; on every rank.
+        Exception: what the model, the optimizer or torch raised while they were looked at; the other ranks hear of it.
     """
     error: Exception | None = None
     found: tuple[Precision, _Options, set[str]] | None = None
     lines: list[str] = []
     try:
+        _refuse_what_is_not_there(values[1], later)
         policy = as_precision(values[0])
         options = _options(policy, values[1:])
         check_scaler(policy, collectives, scaler)
@@ -251,15 +272,17 @@ def _agree(
             exact.check_model(model, collectives.device)
         found = policy, options, probe(optimizer)
         lines = _fingerprint(model, optimizer, policy, options)
-    except (TypeError, ValueError) as mistake:
+    except Exception as mistake:  # whatever it is, the others wait to hear of it
         error = mistake
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     told = collectives.gather_objects((type(error).__name__, str(error), digest))
     if error is not None:
         raise error
     for rank, (kind, message, _) in enumerate(told):
+        if kind in _TOLD:
+            raise _TOLD[kind](f"rank {rank}: {message}")
         if kind != "NoneType":
-            raise (TypeError if kind == "TypeError" else ValueError)(f"rank {rank}: {message}")
+            raise RuntimeError(f"rank {rank}: shard() raised {kind}: {message}")
     if len({digest for _, _, digest in told}) > 1:
         _raise_first_difference(collectives.gather_objects(lines))
     assert found is not None
@@ -321,10 +344,10 @@ def _share_the_rest(model: nn.Module, collectives: Collectives) -> None:
         if tensor.device != collectives.device:
             tensor.data = tensor.data.to(collectives.device)
         if tensor.numel():
-            values = tensor.detach().contiguous()
+            values = unexpanded(tensor.detach()).contiguous()
             collectives.broadcast(values.view(-1).view(torch.uint8))
             if values.data_ptr() != tensor.data_ptr():
-                tensor.copy_(values)
+                unexpanded(tensor).copy_(values)
 
 
 def _return_freed_memory() -> None:
@@ -333,12 +356,3 @@ def _return_freed_memory() -> None:
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _retire(optimizer: Optimizer) -> None:
-    def step(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError("this optimizer was given to shardmp.shard(): step the ShardedOptimizer that it returned")
-
-    # A scheduler that was made on it before looks for this mark before it trusts that steps are counted.
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .buffers import as_bytes, unexpanded
 from .collectives import Collectives
 
 SIZE = "buffers='broadcast' (with 'local' each rank keeps its own), size of buffer"
@@ -50,7 +51,7 @@ class BufferMessage:
         self._agreed = self._kinds
 
     def _note(self, buffers: Mapping[str, Tensor]) -> None:
-        kinds = {name: Kind(buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
+        kinds = {name: Kind(unexpanded(buffer).shape, buffer.dtype) for name, buffer in buffers.items()}
         if kinds != self._kinds:
             self._kinds = kinds
             # The dict itself: the ranks have agreed on it when it comes back in `Collectives.agreed`.
@@ -84,7 +85,7 @@ class BufferMessage:
     def _bytes(self, name: str, buffers: Mapping[str, Tensor]) -> Tensor:
         """A buffer's place in the message."""
         if self._fits(name):
-            return buffers[name].contiguous().view(-1).view(torch.uint8)
+            return as_bytes(unexpanded(buffers[name]))
         if name in self._sent:
             return self._sent[name]
         shape, dtype = self._agreed[name]

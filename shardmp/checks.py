@@ -6,13 +6,16 @@ and what came. Invariant: nothing is sent and nothing is changed.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import products, tensorcore
+from .buffers import unexpanded
 from .collectives import Collectives
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
@@ -69,11 +72,10 @@ def check_model(model: nn.Module, policy: Precision, device: torch.device) -> No
             raise TypeError(f"shard(model): {where} was given to shard() before; hand in a new model")
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise TypeError(f"shard(model): {where} makes sparse gradients; make it with sparse=False")
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            _check_tensor(f"{kind} {name}", tensor, device)
     for name, p in model.named_parameters():
-        if p.is_meta and device.type != "meta":
-            raise TypeError(f"shard(model): parameter {name} is on the meta device: materialise it first")
-        if p.layout != torch.strided:
-            raise TypeError(f"shard(model): parameter {name} has layout {p.layout}; expected a dense one")
         if p.is_quantized:
             raise TypeError(f"shard(model): parameter {name} is quantised ({p.dtype}); expected a floating dtype")
         if p.requires_grad and p.dtype not in DTYPES.values():
@@ -81,6 +83,7 @@ def check_model(model: nn.Module, policy: Precision, device: torch.device) -> No
                 f"shard(model): parameter {name} is {p.dtype}; trainable parameters are FP32, FP16 or BF16 (masters "
                 "are FP32)"
             )
+    _check_memory(model)
     _check_statistics(model, policy)
     if not trainable(model)[1]:
         raise ValueError("shard(model): no parameter requires a gradient")
@@ -90,6 +93,65 @@ def check_model(model: nn.Module, policy: Precision, device: torch.device) -> No
         refused = tensorcore.refusals(model, kept, dtype=policy.dtype, autocast=policy.autocast)
         if refused:
             raise ValueError("shard(model): " + "; ".join(refused))
+
+
+def _check_tensor(what: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Whether a parameter or buffer is one dense tensor of this process."""
+    if nn.parameter.is_lazy(tensor):
+        raise TypeError(
+            f"shard(model): {what} is lazy and has no shape yet: run one forward before the optimizer is made, and then shard()"
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"shard(model): {what} is a {type(tensor).__name__}, which has its values in other tensors (fully_shard and tensor "
+            "parallelism make such, and quantisation); expected a plain dense tensor: hand in the plain model"
+        )
+    if tensor.is_meta and device.type != "meta":
+        raise TypeError(f"shard(model): {what} is on the meta device: materialise it first")
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"shard(model): {what} has layout {tensor.layout}; expected a dense one"
+            + (": keep its indices and values as two buffers" if what.startswith("buffer") else "")
+        )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Trainable parameters move into buckets: none may share memory with another tensor of the model, or inside itself."""
+    trains = {id(p) for p in trainable(model)[1]}
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and not tensor.is_meta:
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+        if id(tensor) in trains and unexpanded(tensor).numel() < tensor.numel():
+            raise TypeError(
+                f"shard(model): parameter {name} is expanded: several elements are one in memory, which no optimizer can step; "
+                "make it from values.expand(...).contiguous(), or expand a smaller parameter in forward"
+            )
+    for sharing in by_storage.values():
+        for (name, tensor), (other, p) in itertools.combinations(sharing, 2):
+            if (id(p) in trains or id(tensor) in trains) and _overlap(tensor, p):
+                raise TypeError(
+                    f"shard(model): {name} and {other} share memory and are two tensors (tied through .data, or a view): they "
+                    "would part in the first step. Let both be one nn.Parameter, or compute one from the other in forward"
+                )
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have an element's memory in common."""
+    ends = [
+        (t.storage_offset() * t.element_size(), sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in (a, b)
+    ]
+    (first, span), (second, other) = ends
+    if first + (span + 1) * a.element_size() <= second or second + (other + 1) * b.element_size() <= first:
+        return False
+    if a.element_size() != b.element_size() or (a.is_contiguous() and b.is_contiguous()):
+        return True
+    start = min(a.storage_offset(), b.storage_offset())
+    end = max(a.storage_offset() + span, b.storage_offset() + other) + 1
+    marks = torch.zeros(end - start, dtype=torch.bool, device="cpu")
+    marks.as_strided(a.shape, a.stride(), a.storage_offset() - start).fill_(True)
+    return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset() - start).any())
 
 
 def _check_statistics(model: nn.Module, policy: Precision) -> None:

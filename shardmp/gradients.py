@@ -96,6 +96,7 @@ class Gradients:
         self.synchronising = True  # False under no_sync in stage 1
         self.armed = True  # False between step and the next scaled loss, where losses are scaled
         self.peers: Callable[[], list[Gradients]] = lambda: [self]  # of models under the same loss
+        self.check_begin: Callable[[], None] = lambda: None
         self.at_begin: Callable[[], None] = lambda: None
         self.at_end: list[Callable[[], None]] = []
         self.backwards = 0
@@ -146,6 +147,7 @@ class Gradients:
         if self.in_backward:
             return
         self._collectives.refuse_after_failure()
+        self.check_begin()
         if self.exact and (self.backwards + 1) * self.layout.ranks > MAX_TERMS:
             raise ValueError(
                 f"reduce='exact': {self.backwards + 1} backwards on {self.layout.ranks} ranks before a step are more than "

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .buffer_message import BufferMessage
+from .buffers import Buffers
 from .collectives import Collectives
 from .gradients import Gradients
 from .parameters import Parameters
@@ -57,29 +58,35 @@ class _WaitForReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype, *, parameters: bool = True) -> Any:
     """`value` with every floating tensor in it cast to `dtype`; integers, booleans and FP64 are left as they are.
 
     Lists, tuples, named tuples, dicts, dict-like outputs (such as transformers' ModelOutput) and dataclasses keep their
     type.
+
+    Args:
+        parameters: whether parameters are cast too: what a list of them is for, only the model knows.
     """
+    if isinstance(value, nn.Parameter) and not parameters:
+        return value
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype in (torch.float16, torch.bfloat16, torch.float32) else value
+    cast = functools.partial(cast_floating, dtype=dtype, parameters=parameters)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floating(item, dtype) for item in value))
+        return type(value)(*(cast(item) for item in value))
     if type(value) in (list, tuple):
-        return type(value)(cast_floating(item, dtype) for item in value)
+        return type(value)(cast(item) for item in value)
     if isinstance(value, Mapping):
-        items = {key: cast_floating(item, dtype) for key, item in value.items()}
+        items = {key: cast(item) for key, item in value.items()}
         try:
             return type(value)(**items) if type(value) is not dict else items
         except TypeError:
             return items
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        cast = copy.copy(value)
+        copied = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(cast, field.name, cast_floating(getattr(value, field.name), dtype))  # frozen ones too
-        return cast
+            object.__setattr__(copied, field.name, cast(getattr(value, field.name)))  # frozen ones too
+        return copied
     return value
 
 
@@ -111,6 +118,7 @@ class ShardedModule(nn.Module):
         self._gradients = gradients
         self._drop_gradients = drop_gradients
         self._in_forward = False
+        self._buffers_of_rank_0 = Buffers(module)
         for inner in module.modules():
             inner.register_forward_pre_hook(self._before_submodule)
             if isinstance(inner, CAST_BY_HAND) and next(inner.parameters()).dtype == precision.dtype:
@@ -120,6 +128,7 @@ class ShardedModule(nn.Module):
         if broadcast_buffers:
             self._buffer_message = BufferMessage(module.named_buffers(), collectives)
             gradients.at_end.append(self._broadcast_buffers)
+        self._is_built = True
 
     # -- forward
 
@@ -128,12 +137,15 @@ class ShardedModule(nn.Module):
         """The wrapped model's forward in `precision`; its floating outputs come back in FP32 (`Precision.output`)."""
         if self._parameters_.gathering and self._has_compiled_parts():
             self._parameters_.all_ready()  # Dynamo would trace the waiting mode; a compiled part reads everything at once
-        policy = self._precision
-        if not policy.autocast:
-            args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
+        args, kwargs = self._inputs(args, kwargs)
         with self._reads_wait(), self._autocast():
             output = self.module(*args, **kwargs)
-        return cast_floating(output, torch.float32) if policy.output == "fp32" else output
+        return cast_floating(output, torch.float32) if self._precision.output == "fp32" else output
+
+    def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._precision.autocast:
+            return args, kwargs
+        return cast_floating(args, self._precision.dtype), cast_floating(kwargs, self._precision.dtype)
 
     def _has_compiled_parts(self) -> bool:
         return any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.modules())
@@ -208,8 +220,7 @@ class ShardedModule(nn.Module):
             return
         self._collectives.broadcast(flat)
         for name, values in self._buffer_message.unpack(flat):
-            # The clone aligns the bytes for wider types.
-            buffers[name].copy_(values.clone().view(buffers[name].dtype).view(buffers[name].shape))
+            self._buffers_of_rank_0.write(buffers[name], values)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were accumulated since the last step."""
@@ -241,9 +252,12 @@ class ShardedModule(nn.Module):
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
         self._parameters_.all_ready()
-        result = self.module.load_state_dict(state_dict, strict=strict)
-        self._parameters_.renew_masters()
-        return result
+        try:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        finally:  # torch raises when it has loaded what fits
+            self._parameters_.renew_masters()
+
+    # -- attributes, which are the wrapped model's
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -252,14 +266,68 @@ class ShardedModule(nn.Module):
             found = getattr(super().__getattr__("module"), name)
         return self._in_precision(found) if inspect.ismethod(found) else found
 
+    def _is_own(self, name: str) -> bool:
+        return "_is_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_built" in self.__dict__ and name == "module":
+            raise RuntimeError("model.module = ... after shard(): the new module would not train; shard a new model")
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        if name == "training" or not self._is_own(name):
+            setattr(self.module, name, value)  # where the wrapped model's code reads it
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """The wrapped model's."""
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        """The wrapped model's; a trainable parameter is refused at the next step, since it has no masters."""
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        """The wrapped model's; trainable parameters in it are refused at the next step, since they have no masters."""
+        self.module.add_module(*args, **kwargs)
+
+    register_module = add_module
+
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        """The wrapped model's."""
+        return self.module.register_state_dict_pre_hook(hook)
+
+    def register_state_dict_post_hook(self, hook: Any) -> Any:
+        """The wrapped model's."""
+        return self.module.register_state_dict_post_hook(hook)
+
+    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
+        """The wrapped model's."""
+        return self.module.register_load_state_dict_pre_hook(hook)
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """The wrapped model's."""
+        return self.module.register_load_state_dict_post_hook(hook)
+
     def _in_precision(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the wrapped model (such as transformers' `generate`) on current weights, computed as forward does."""
+        """A method of the wrapped model (such as transformers' `generate`) on current weights, computed as forward does.
+
+        Its floating outputs come back as those of forward do; a parameter that it returns stays the parameter.
+        """
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._parameters_.all_ready()
+            args, kwargs = self._inputs(args, kwargs)
             with self._autocast():
-                return method(*args, **kwargs)
+                output = method(*args, **kwargs)
+            return (
+                cast_floating(output, torch.float32, parameters=False) if self._precision.output == "fp32" else output
+            )
 
         return call
 

@@ -32,6 +32,7 @@ from .ranges import named_range
 from .refusals import NoState, Refusals
 from .report import StepReport
 from .scaler import LossScaler
+from .taken import Taken
 from .update import Update
 from .verdict import Contribution, check_divisor, decide
 
@@ -48,13 +49,13 @@ class ShardedOptimizer(Accounts, Refusals):
         original: Optimizer,
         names: Sequence[str],
         params: Sequence[nn.Parameter],
-        frozen: Sequence[tuple[str, nn.Parameter]],
         layout: Layout,
         precision: Precision,
         collectives: Collectives,
         parameters: Parameters,
         gradients: Gradients,
         update: Update,
+        taken: Taken,
         scaler: LossScaler | None,
         *,
         average: str,
@@ -69,13 +70,13 @@ class ShardedOptimizer(Accounts, Refusals):
         self._original = original
         self._names = list(names)
         self._shapes = [param.shape for param in params]
-        self._frozen = frozen
         self._index = {name: index for index, name in enumerate(names)}
         self._layout = layout
         self._collectives = collectives
         self._parameters = parameters
         self._gradients = gradients
         self._update = update
+        self._taken = taken
         self._losses = Losses(scaler or LossScaler(precision, collectives.device), gradients)
         self._skipped = torch.zeros((), dtype=torch.int64, device=collectives.device)
         self._average = average
@@ -89,6 +90,7 @@ class ShardedOptimizer(Accounts, Refusals):
         """The report of the last step; None before the first."""
         self.stop_requested = False
         """Whether this rank was asked to stop: the next step tells all ranks, in `StepReport.stop`."""
+        gradients.check_begin = taken.check_backward
         gradients.at_begin = self._begin_backward
 
     def shared_scaler(self) -> LossScaler:
@@ -110,7 +112,6 @@ class ShardedOptimizer(Accounts, Refusals):
         Raises:
             TypeError, ValueError: the loss is not one number of a graph.
         """
-        self._look_at_frozen()
         return self._losses.scale(loss)
 
     def backward(self, loss: Tensor | None, **options: Any) -> None:
@@ -158,14 +159,6 @@ class ShardedOptimizer(Accounts, Refusals):
 
     def _begin_backward(self) -> None:
         self._collectives.at(f"step {self._steps + 1}, backward {self._gradients.backwards}")
-
-    def _look_at_frozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name} was frozen when shard() was called and has been unfrozen since: it has no master "
-                    "weights and would not train. Unfreeze it before shard()"
-                )
 
     # -- the step
 
@@ -253,8 +246,7 @@ class ShardedOptimizer(Accounts, Refusals):
             cause = "every backward since was under no_sync()" if self._gradients.backwards else "call backward first"
             raise RuntimeError(f"step() without a gradient since the last step: {cause}")
         check_divisor(divide_by)
-        self._look_at_frozen()
-        self._parameters.refuse_strange_writes()
+        self._taken.check_step()
         self._look_at_last_step()
 
     def _look_at_last_step(self) -> None:
@@ -292,6 +284,7 @@ class ShardedOptimizer(Accounts, Refusals):
         """
         if self._gradients.in_backward:
             raise RuntimeError("zero_grad() inside a backward")
+        self._taken.drop_gradients()
         self._losses.reset()
         self._gradients.drop(set_to_none=set_to_none)
 

@@ -86,7 +86,6 @@ class Parameters:
         names: their names, for errors.
         collectives: the shard group.
         dtypes: the dtype of each bucket by the layout's word for it.
-        homes: the `_parameters` of the module that each parameter belongs to.
         overlap: gather under the next forward; otherwise at once.
 
     Raises:
@@ -100,7 +99,6 @@ class Parameters:
         names: Sequence[str],
         collectives: Collectives,
         dtypes: dict[str, torch.dtype],
-        homes: Sequence[dict[str, Any]],
         *,
         overlap: bool,
     ) -> None:
@@ -112,12 +110,10 @@ class Parameters:
             self.buckets.append(self._build(bucket, parameters, dtypes[bucket.dtype]))
         self._bucket_of_storage = {found.flat.untyped_storage().data_ptr(): found for found in self.buckets}
         self.gathering: set[int] = set()  # indices of buckets that are GATHERING
-        self._places = [
-            (p, home, name, name.rpartition(".")[2], p.data_ptr())
-            for p, home, name in zip(parameters, homes, names, strict=True)
-        ]
         self._addresses = collectives.gather_objects([found.flat.data_ptr() for found in self.buckets])
-        self._versions: list[int] = []
+        self._params = parameters
+        self.versions: list[int] = []
+        """Of each parameter, when it was published: a newer one is a user's write."""
         self.note_versions()
 
     def _build(self, bucket: Bucket, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> BucketParameters:
@@ -200,29 +196,9 @@ class Parameters:
             for value in values.values():
                 self.ready_for(value)
 
-    # -- writes that the masters would not see
-
     def note_versions(self) -> None:
         """What is written into parameters from here on is a user's write."""
-        self._versions = [parameter._version for parameter, *_ in self._places]
-
-    def refuse_strange_writes(self) -> None:
-        """Parameters still lie in their buckets, and nobody has written them since they were published.
-
-        Raises:
-            RuntimeError: somebody did, by the parameter's name. (Writes through `p.data` have no version, and are not seen.)
-        """
-        for (parameter, home, name, key, place), version in zip(self._places, self._versions, strict=True):
-            if home.get(key) is not parameter or parameter.data_ptr() != place:
-                raise RuntimeError(
-                    f"parameter {name} was taken out of its bucket after shard(): its module was moved, cast, parametrised or "
-                    "wrapped, or the parameter replaced, and would never see an update again; do that before shard()"
-                )
-            if parameter._version != version:
-                raise RuntimeError(
-                    f"parameter {name} was written in place since the last step: its FP32 master has not seen it, and the next "
-                    "update would undo it. Write with model.load_state_dict({name: values, ...}, strict=False), on every rank"
-                )
+        self.versions = [parameter._version for parameter in self._params]
 
     # -- masters
 

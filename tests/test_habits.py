@@ -194,10 +194,10 @@ def test_the_state_of_a_parameter_is_refused_with_what_to_write() -> None:
 
 @on_ranks(2)
 def test_zero_grad_of_either_optimizer_at_any_place_between_steps_is_right(rank: int, world_size: int) -> None:
-    """Before backward, after step or never: gradients of a done step are gone. The old optimizer's does nothing."""
+    """Before backward, after step or never: gradients of a done step are gone. The old optimizer's does as ours."""
     steps = [[[loss_on(*batch(step, r)) for r in range(world_size)]] for step in range(3)]
     expected = right(steps)
-    for place in ("before", "after", "never"):
+    for place in ("before", "after", "old", "never"):
         plain = small()
         old = adamw(plain)
         model, optimizer = shardmp.shard(plain, old, precision=POLICY)
@@ -205,10 +205,11 @@ def test_zero_grad_of_either_optimizer_at_any_place_between_steps_is_right(rank:
             if place == "before":
                 optimizer.zero_grad(set_to_none=False)
             optimizer.backward(step[0][rank](model))
-            old.zero_grad()
             optimizer.step()
             if place == "after":
                 model.zero_grad()
+            if place == "old":
+                old.zero_grad()
         assert_masters(optimizer, expected)
 
 
