@@ -202,8 +202,8 @@ class Gradients:
         if not self.armed:
             raise RuntimeError(
                 f"a gradient of {name} arrived though no loss was scaled since the last step: call "
-                "optimizer.backward(loss), or optimizer.scale(loss).backward(), in place of loss.backward(): the update "
-                "would be too small by the loss scale"
+                "optimizer.backward(loss), or optimizer.scale(loss).backward(), in place of loss.backward(), and leave a "
+                "GradScaler out: the update would be off by the loss scale"
             )
         if gradient.is_sparse:
             raise TypeError(f"the gradient of {name} is sparse: make its layer with sparse=False")
