@@ -210,7 +210,8 @@ class Trace:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.float32 if name in kept else policy.dtype)
-        return ShardedModule(model, policy, parts, parts, parts, broadcast_buffers=False, drop_gradients=lambda _: None)  # type: ignore[arg-type]
+        none = {"broadcast_buffers": False, "drop_gradients": lambda _: None, "check_model": lambda: None}
+        return ShardedModule(model, policy, parts, parts, parts, **none)  # type: ignore[arg-type]
 
     def _keep(self, parameter: Tensor) -> None:
         assert parameter.grad is not None

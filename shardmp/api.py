@@ -180,6 +180,7 @@ def shard(
         gradients,
         broadcast_buffers=options.buffers == "broadcast",
         drop_gradients=sharded.zero_grad,
+        check_model=taken.check_model,
     )
     return wrapped, sharded
 

@@ -108,6 +108,7 @@ class ShardedModule(nn.Module):
         *,
         broadcast_buffers: bool,
         drop_gradients: Callable[[bool], None],
+        check_model: Callable[[], None],
     ) -> None:
         super().__init__()
         self.module = module
@@ -117,10 +118,12 @@ class ShardedModule(nn.Module):
         self._parameters_ = parameters
         self._gradients = gradients
         self._drop_gradients = drop_gradients
+        self._check_model = check_model
         self._in_forward = False
         self._buffers_of_rank_0 = Buffers(module)
-        for inner in module.modules():
+        for name, inner in module.named_modules():
             inner.register_forward_pre_hook(self._before_submodule)
+            inner.zero_grad = functools.partial(self._zero_grad_of, name)
             if isinstance(inner, CAST_BY_HAND) and next(inner.parameters()).dtype == precision.dtype:
                 inner.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         for kept in precision.fp32_modules(module).values():
@@ -138,7 +141,7 @@ class ShardedModule(nn.Module):
         if self._parameters_.gathering and self._has_compiled_parts():
             self._parameters_.all_ready()  # Dynamo would trace the waiting mode; a compiled part reads everything at once
         args, kwargs = self._inputs(args, kwargs)
-        with self._reads_wait(), self._autocast():
+        with self._explained(), self._reads_wait(), self._autocast():
             output = self.module(*args, **kwargs)
         return cast_floating(output, torch.float32) if self._precision.output == "fp32" else output
 
@@ -168,6 +171,15 @@ class ShardedModule(nn.Module):
         finally:
             self._in_forward = False
         self._parameters_.all_ready()  # what this forward did not read; nothing is left to hide it under
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Torch's words for a part that was cast or moved name neither the part nor who did it."""
+        try:
+            yield
+        except RuntimeError:
+            self._check_model()
+            raise
 
     def _before_submodule(self, module: nn.Module, args: Any) -> None:
         if not self._in_forward:
@@ -225,7 +237,16 @@ class ShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were accumulated since the last step."""
         self._drop_gradients(set_to_none)
-        self.module.zero_grad(set_to_none)
+
+    def _zero_grad_of(self, name: str, set_to_none: bool = True) -> None:
+        """`zero_grad` of the wrapped model, or of a part of it, in whose place it is."""
+        if not name:
+            self._drop_gradients(set_to_none)
+        elif self._gradients.backwards:
+            raise RuntimeError(
+                f"{name}.zero_grad() between backward and step: gradients of a part are in shards already, with those of all. "
+                "Keep a part out of a loss with requires_grad_(False) or detach(), or drop all with optimizer.zero_grad()"
+            )
 
     # -- the same keys and current values as the unwrapped model
 
@@ -323,13 +344,25 @@ class ShardedModule(nn.Module):
         def call(*args: Any, **kwargs: Any) -> Any:
             self._parameters_.all_ready()
             args, kwargs = self._inputs(args, kwargs)
-            with self._autocast():
+            with self._explained(), self._autocast():
                 output = method(*args, **kwargs)
-            return (
-                cast_floating(output, torch.float32, parameters=False) if self._precision.output == "fp32" else output
-            )
+            return self._items(output) if inspect.isgenerator(output) else self._result(output)
 
         return call
+
+    def _items(self, generator: Iterator[Any]) -> Iterator[Any]:
+        """What a method that is a generator yields: its body runs between the items, and reads weights there."""
+        while True:
+            self._parameters_.all_ready()
+            with self._autocast():
+                try:
+                    item = next(generator)
+                except StopIteration:
+                    return
+            yield self._result(item)
+
+    def _result(self, output: Any) -> Any:
+        return cast_floating(output, torch.float32, parameters=False) if self._precision.output == "fp32" else output
 
     # -- what would silently break the flat views
 
