@@ -34,6 +34,7 @@ from .parameters import Parameters
 from .precision import DTYPES, Precision, as_precision
 from .refusals import retire
 from .taken import Taken
+from .unfinished import Unfinished
 from .update import Update, probe
 from .world import World, init
 
@@ -121,6 +122,7 @@ def shard(
     if device.type == "cuda":
         tensorcore.accumulate_in_fp32(policy.dtype)
 
+    unfinished = Unfinished(model, optimizer)  # nothing of the user's is changed before
     _lift_what_stays_fp32(model, policy)
     names, params = trainable(model)
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -182,6 +184,7 @@ def shard(
         drop_gradients=sharded.zero_grad,
         check_model=taken.check_model,
     )
+    unfinished.lift()
     return wrapped, sharded
 
 

@@ -20,6 +20,7 @@ from .collectives import Collectives
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
 from .precision import DTYPES, Precision
+from .unfinished import Unfinished
 
 
 def check_scaler(policy: Precision, collectives: Collectives, scaler: Any) -> None:
@@ -67,7 +68,8 @@ def check_model(model: nn.Module, policy: Precision, device: torch.device) -> No
         if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
             raise TypeError(f"shard(model): {where} has no CPU kernel in torch; use BatchNorm, or train on GPUs")
         if any(
-            isinstance(getattr(hook, "__self__", None), ShardedModule) for hook in module._forward_pre_hooks.values()
+            isinstance(getattr(hook, "__self__", None), (ShardedModule, Unfinished))
+            for hook in module._forward_pre_hooks.values()
         ):
             raise TypeError(f"shard(model): {where} was given to shard() before; hand in a new model")
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

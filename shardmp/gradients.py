@@ -148,12 +148,8 @@ class Gradients:
             return
         self._collectives.refuse_after_failure()
         self.check_begin()
-        if self.exact and (self.backwards + 1) * self.layout.ranks > MAX_TERMS:
-            raise ValueError(
-                f"reduce='exact': {self.backwards + 1} backwards on {self.layout.ranks} ranks before a step are more than "
-                f"{MAX_TERMS} gradients, the most that FP64 adds without rounding: step more often, or use reduce='fp32'"
-            )
-        self.in_backward = True
+        self.refuse_too_many()
+        self.in_backward = True  # first, and False last: what is broken off between is seen by whoever comes next
         self.backwards += 1
         self._next = 0
         self._locally_summed |= not self.synchronising
@@ -162,6 +158,18 @@ class Gradients:
             if bucket.exact is not None and self.reduced:
                 bucket.exact.widen()
         self.at_begin()
+
+    def refuse_too_many(self) -> None:
+        """Raise where one more backward would be too many.
+
+        Raises:
+            ValueError: `exact` adds no more of them without rounding.
+        """
+        if self.exact and (self.backwards + 1) * self.layout.ranks > MAX_TERMS:
+            raise ValueError(
+                f"reduce='exact': {self.backwards + 1} backwards on {self.layout.ranks} ranks before a step are more than "
+                f"{MAX_TERMS} gradients, the most that FP64 adds without rounding: step more often, or use reduce='fp32'"
+            )
 
     def begin_in_autograd(self) -> None:
         """As `begin`, from inside a backward, whose end will be the end of ours.
@@ -258,9 +266,9 @@ class Gradients:
             self.reduced = True
             self._local = [None] * len(self.buckets)
             self._locally_summed = False
-        self.in_backward = False
         for then in self.at_end:
             then()
+        self.in_backward = False
 
     @in_range("shardmp.reduce")
     def _land_all(self) -> None:

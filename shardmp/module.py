@@ -215,8 +215,8 @@ class ShardedModule(nn.Module):
         reduces them. Stage 2 reduces each backward, and needs no such promise: there this changes nothing.
         """
         before = self._gradients.synchronising
-        self._gradients.synchronising = before and not self._gradients.local_sums
         try:
+            self._gradients.synchronising = before and not self._gradients.local_sums
             yield
         finally:
             self._gradients.synchronising = before
@@ -269,14 +269,23 @@ class ShardedModule(nn.Module):
 
         Raises:
             ValueError: `assign=True`, which would take parameters out of their buckets.
+            RuntimeError: keys or shapes differ; what fits has been loaded, as in torch.
         """
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
         self._parameters_.all_ready()
-        try:
-            return self.module.load_state_dict(state_dict, strict=strict)
-        finally:  # torch raises when it has loaded what fits
+        result, refusal = None, None
+        with self._collectives.all_or_nothing("load_state_dict()"):
+            try:
+                result = self.module.load_state_dict(state_dict, strict=strict)
+            except RuntimeError as error:
+                if not str(error).startswith("Error(s) in loading state_dict"):
+                    raise
+                refusal = error  # torch raises it when it has loaded what fits
             self._parameters_.renew_masters()
+        if refusal is not None:
+            raise refusal
+        return result
 
     # -- attributes, which are the wrapped model's
 

@@ -126,17 +126,16 @@ class ShardedOptimizer(Accounts, Refusals):
                 "backward(create_graph=True): gradients go into shards, where no graph reaches; for a penalty on gradients "
                 "call torch.autograd.grad(..., create_graph=True), and then optimizer.backward(loss + penalty)"
             )
-        if loss is None:
-            self._gradients.begin()
-            self._losses.skip_micro_batch()
-            self._gradients.end()
-            return
-        try:
-            self.scale(loss).backward(**options)
-        except BaseException as error:
-            if self._gradients.in_backward:
-                self._collectives.poison(f"backward raised {type(error).__name__}: {error}")
-            raise
+        scaled = None if loss is None else self.scale(loss)
+        self._refuse_unfinished_backward()
+        self._gradients.refuse_too_many()
+        with self._collectives.all_or_nothing("backward"):
+            if scaled is not None:
+                scaled.backward(**options)
+            else:
+                self._gradients.begin()
+                self._losses.skip_micro_batch()
+                self._gradients.end()
 
     def join(self, batches: Iterable[Any]) -> Iterator[Any]:
         """This rank's batches, and then None as long as another rank has one left: every rank goes round as often.
@@ -156,6 +155,12 @@ class ShardedOptimizer(Accounts, Refusals):
             if not anybody.item():
                 return
             yield batch
+
+    def _refuse_unfinished_backward(self) -> None:
+        """Between backwards none is under way: one that is has been broken off by an exception, and cannot be joined."""
+        if self._gradients.in_backward:
+            self._collectives.poison("a backward that did not finish")
+        self._collectives.refuse_after_failure()
 
     def _begin_backward(self) -> None:
         self._collectives.at(f"step {self._steps + 1}, backward {self._gradients.backwards}")
@@ -238,10 +243,7 @@ class ShardedOptimizer(Accounts, Refusals):
         )
 
     def _check_before_step(self, divide_by: float | Tensor | None) -> None:
-        self._collectives.refuse_after_failure()
-        if self._gradients.in_backward:
-            self._collectives.poison("a backward that did not finish")
-            self._collectives.refuse_after_failure()
+        self._refuse_unfinished_backward()
         if not self._gradients.reduced:
             cause = "every backward since was under no_sync()" if self._gradients.backwards else "call backward first"
             raise RuntimeError(f"step() without a gradient since the last step: {cause}")
@@ -283,10 +285,13 @@ class ShardedOptimizer(Accounts, Refusals):
                 part in the next step, with a gradient of zero where no backward brings another.
         """
         if self._gradients.in_backward:
-            raise RuntimeError("zero_grad() inside a backward")
-        self._taken.drop_gradients()
-        self._losses.reset()
-        self._gradients.drop(set_to_none=set_to_none)
+            self._collectives.poison("zero_grad() inside a backward, or after one that did not finish")
+        if self._collectives.failure is not None:
+            return  # nothing more is done, and the next call that would says so
+        with self._collectives.all_or_nothing("zero_grad()"):
+            self._taken.drop_gradients()
+            self._losses.reset()
+            self._gradients.drop(set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the next step at `max_norm` (2-norm of the unscaled, averaged gradient), whatever `max_grad_norm` says."""
@@ -375,8 +380,8 @@ class ShardedOptimizer(Accounts, Refusals):
         Raises:
             RuntimeError: a backward since the last step, or a collective that has failed.
         """
-        self._collectives.refuse_after_failure()
-        if self._gradients.backwards or self._gradients.in_backward:
+        self._refuse_unfinished_backward()
+        if self._gradients.backwards:
             raise RuntimeError(
                 f"{operation} between backward and step: gradients are not saved; call step() or zero_grad() before"
             )

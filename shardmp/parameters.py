@@ -171,11 +171,11 @@ class Parameters:
         """Wait until one bucket is READY."""
         found = self.buckets[index]
         if found.state is State.GATHERING:
-            works, found.works = found.works, []
             with named_range("shardmp.forward_wait"):
-                self._collectives.finish_gather(works)
-            found.state = State.READY
+                self._collectives.finish_gather(found.works)
             self.gathering.discard(index)
+            found.state = State.READY  # last: until then whoever comes next waits again
+            found.works = []
 
     def all_ready(self) -> None:
         """Wait until every bucket is READY, in the order in which they were published."""
