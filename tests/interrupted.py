@@ -12,6 +12,8 @@ lost: that is how Ctrl-C and a failed allocation come, after a C function has do
 
 from __future__ import annotations
 
+import dis
+import functools
 import random
 import sys
 import threading
@@ -63,7 +65,7 @@ def moments_of(call: Callable[[], Any]) -> list[Moment]:
     seen: Counter[tuple[str, int, str]] = Counter()
 
     def local(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line" or (event == "return" and not frame.f_code.co_flags & _SUSPENDS):
+        if _is_moment(frame, event):
             seen[frame.f_code.co_filename, frame.f_lineno, event] += 1
         return local
 
@@ -75,6 +77,27 @@ def _is_ours(code: CodeType) -> bool:
     return code.co_filename.startswith(OURS)
 
 
+def _is_moment(frame: FrameType, event: str) -> bool:
+    if event == "return":
+        return not frame.f_code.co_flags & _SUSPENDS
+    return event == "line" and frame.f_lasti not in _ends_of_with(frame.f_code)
+
+
+@functools.cache
+def _ends_of_with(code: CodeType) -> set[int]:
+    """Where `with` calls `__exit__`: the tracer sees its line once more there, but Python looks for no signal before the call."""
+    instructions = list(dis.get_instructions(code))
+    found = set()
+    for index, instruction in enumerate(instructions):
+        rest = instructions[index:]
+        while rest and rest[0].opname in ("SWAP", "NOP", "COPY", "PUSH_EXC_INFO"):
+            rest = rest[1:]
+        nones = [i.opname == "LOAD_CONST" and i.argval is None for i in rest[:3]]
+        if nones == [True] * 3 or (rest and rest[0].opname == "WITH_EXCEPT_START"):
+            found.add(instruction.offset)
+    return found
+
+
 def interrupted_at(
     call: Callable[[], Any], moment: Moment, kind: type[BaseException]
 ) -> tuple[bool, BaseException | None]:
@@ -83,7 +106,7 @@ def interrupted_at(
 
     def local(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal count
-        if event == moment.event and frame.f_lineno == moment.line:
+        if event == moment.event and frame.f_lineno == moment.line and _is_moment(frame, event):
             count += 1
             if count == moment.count:
                 raise kind(WORDS)

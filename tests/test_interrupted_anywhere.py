@@ -6,7 +6,12 @@ threads of background saves too. `make test-fuzz` makes all interruptions, `make
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+import shutil
+import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import equal
-from interrupted import Trial, interrupt_everywhere
+from interrupted import KINDS, Trial, interrupt_everywhere
 from torch import Tensor, nn
 
 import shardmp
@@ -113,7 +118,8 @@ def refuses(run: Run, operation: str) -> None:
         lambda: shardmp.save(run.root / "refused", run.model, run.optimizer),
     ):
         words = refusal(act)
-        assert operation in words and "restart from the last checkpoint" in words, words
+        assert operation in words, words
+        assert "restart from the last checkpoint" in words, words
     assert not (run.root / "refused").exists()
 
 
@@ -251,8 +257,7 @@ class Accumulating(Training):
             return "refused"
         try:
             self.after(state)
-        except RuntimeError as refused:
-            assert "restart from the last checkpoint" in str(refused), refused
+        except RuntimeError:
             refuses(state, self.operation)
             return "refused"
         found = state.state()
@@ -290,7 +295,7 @@ class DroppedBackward(Backward):
     """As users do it: what the interrupted backward has left is dropped."""
 
     def after(self, run: Run) -> None:
-        run.optimizer.zero_grad()
+        run.model.zero_grad()
         super().after(run)
 
 
@@ -364,18 +369,264 @@ BETWEEN = [
 ]
 
 
-@pytest.mark.parametrize("trial", STEPS + BETWEEN, ids=lambda trial: trial.name)
-def test_a_seeded_part_of_the_interruptions_of_training(trial: Trial, tmp_path: Path) -> None:
-    hold(trial, SHARE, tmp_path)
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class Stateful:
+    """A scheduler, say: what `extra` restores."""
+
+    def __init__(self) -> None:
+        self.position = torch.zeros((), dtype=torch.int64, device="cpu")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"].clone()
+
+
+class Checkpointing(Training):
+    """A directory with one checkpoint, of step 1, and a run that is at step 2."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, adamw)
+        self._options_of_call = options
+        self._template = Path(tempfile.mkdtemp(prefix="shardmp-interrupted-"))
+        self._number = itertools.count()
+
+    def make(self) -> Run:
+        run = self.start()
+        run.kept = Stateful()
+        run.root = self._template / str(next(self._number))
+        if not (self._template / "old").exists():
+            shardmp.save(self._template / "old", run.model, run.optimizer, extra={"position": run.kept})
+        shutil.copytree(self._template / "old", run.root)
+        run.kept.position += 5
+        run.train(2)
+        run.optimizer.zero_grad()
+        return run
+
+    def outcome(self, state: Run, error: BaseException | None) -> str:
+        try:
+            return self.left(state, error)
+        finally:
+            for thread in threading.enumerate():
+                if thread.name == "shardmp-save":
+                    thread.join()
+            shutil.rmtree(state.root)
+
+    def left(self, state: Run, error: BaseException | None) -> str:
+        raise NotImplementedError
+
+    def everything(self, run: Run) -> dict[str, Any]:
+        return {**run.state(), "position": run.kept.position.clone(), "random": torch.get_rng_state()}
+
+    def resumed(self, root: Path, **options: Any) -> dict[str, Any]:
+        """What another process finds."""
+        run = self.start()
+        run.kept = Stateful()
+        shardmp.load(root, run.model, run.optimizer, extra={"position": run.kept}, **options)
+        found = run.state()
+        found["position"] = run.kept.position
+        return found
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+class Saved(Checkpointing):
+    """`save`: the older checkpoint is as it was, what looks complete loads, and the run goes on or refuses."""
+
+    operation = "save"
+
+    def call(self, state: Run) -> None:
+        saving = shardmp.save(
+            state.root, state.model, state.optimizer, extra={"position": state.kept}, **self._options_of_call
+        )
+        assert saving.wait().is_dir()
+
+    def left(self, state: Run, error: BaseException | None) -> str:
+        for thread in threading.enumerate():
+            if thread.name == "shardmp-save":
+                thread.join()
+        old = files(self._template / "old")
+        there = files(state.root)
+        if "keep" not in self._options_of_call:
+            assert {name: there.get(name) for name in old if name != "latest"} == {
+                name: content for name, content in old.items() if name != "latest"
+            }, "the older checkpoint is another"
+        new = any(path.name.startswith("step-000000002") for path in state.root.iterdir())
+        for options in ({}, {"step": "latest good"}):
+            found = self.resumed(state.root, **options)
+            which = [name for name in ("old", "new") if equal(found, self.reference(name))]
+            assert which, "what was loaded is neither checkpoint"
+            assert error is not None or which == ["new"], "save returned, and its checkpoint is not there"
+        assert equal(state.state(), self.reference("before")), "saving has changed the run"
+        if state.optimizer._collectives.failure is not None:
+            assert error is not None
+            refuses(state, self.operation)
+            return "refused"
+        if "background" in self._options_of_call:  # what the thread met is told once
+            with contextlib.suppress(*KINDS, RuntimeError, OSError):
+                self.call(state)
+        self.call(state)
+        assert equal(self.resumed(state.root), self.reference("new")), "the next save was another"
+        assert not [path for path in state.root.iterdir() if path.name.startswith(".")], "leftovers"
+        state.train(3)
+        assert equal(state.state(), self.reference("next"))
+        return "after" if new else "before"
+
+    def reference(self, which: str) -> dict[str, Any]:
+        if not self._references:
+            run = self.make()
+            self._references["before"] = run.state()
+            self._references["old"] = self.resumed(run.root)
+            self.call(run)
+            self._references["new"] = self.resumed(run.root)
+            run.train(3)
+            self._references["next"] = run.state()
+        return self._references[which]
+
+
+class Loaded(Checkpointing):
+    """`load`: all of before, all of the checkpoint, or a refusal until another load has come to its end."""
+
+    operation = "load"
+
+    def call(self, state: Run) -> None:
+        shardmp.load(state.root, state.model, state.optimizer, extra={"position": state.kept}, **self._options_of_call)
+
+    def make(self) -> Run:
+        run = super().make()
+        torch.manual_seed(7)
+        return run
+
+    def left(self, state: Run, error: BaseException | None) -> str:
+        found = self.everything(state)
+        made = equal(found, self.reference("after"))
+        refused = state.optimizer._collectives.failure is not None
+        if refused:
+            for act in (state.optimizer.step, lambda: shardmp.save(state.root, state.model, state.optimizer)):
+                words = refusal(act)
+                assert "load" in words, words
+        else:
+            assert made or equal(found, self.reference("before")), "the state is neither that of before nor of after"
+        assert error is not None or made
+        try:
+            self.call(state)
+        except RuntimeError as words:
+            if not refused or "restart from the last checkpoint" not in str(words):
+                raise
+            return "refused"
+        assert equal(self.everything(state), self.reference("after")), "the next load was another"
+        state.train(3)
+        assert equal(state.state(), self.reference("next"))
+        return "refused" if refused else "after" if made else "before"
+
+    def reference(self, which: str) -> dict[str, Any]:
+        if not self._references:
+            run = self.make()
+            self._references["before"] = self.everything(run)
+            self.call(run)
+            self._references["after"] = self.everything(run)
+            run.train(3)
+            self._references["next"] = run.state()
+        return self._references[which]
+
+
+class Resumed(Loaded):
+    """`Checkpoints.resume`, past a latest checkpoint that is damaged."""
+
+    def make(self) -> Run:
+        run = super().make()
+        newer = shardmp.save(run.root, run.model, run.optimizer, extra={"position": run.kept}).path
+        (newer / "__0_0.distcp").write_bytes(b"")
+        return run
+
+    def call(self, state: Run) -> None:
+        checkpoints = shardmp.Checkpoints(state.root, state.model, state.optimizer, extra={"position": state.kept})
+        try:
+            checkpoints.resume()
+        finally:
+            checkpoints.close()
+
+
+CHECKPOINTS = [
+    Saved("save"),
+    Saved("save in the background", background=True),
+    Saved("save that removes older ones", keep=1),
+    Loaded("load"),
+    Loaded("load of the latest good one", step="latest good"),
+    Resumed("resume past a damaged one"),
+]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# shard
+
+
+class Sharding(Trial):
+    """`shard`: the plain model and optimizer train as if nothing had been, or both refuse."""
+
+    def __init__(self, name: str, optimizer: Any, **options: Any) -> None:
+        self.name = name
+        self._optimizer, self._options = optimizer, options
+
+    def make(self) -> Any:
+        plain = copy.deepcopy(MODEL)
+        plain[2].bias.requires_grad_(False)
+        optimizer = self._optimizer(plain.parameters())
+        self.steps(plain, optimizer)
+        optimizer.zero_grad()
+        return plain, optimizer
+
+    def call(self, state: Any) -> None:
+        shardmp.shard(*state, bucket_mb=0.001, **self._options)
+
+    def steps(self, plain: nn.Module, optimizer: Any) -> list[Tensor]:
+        for inputs in INPUTS[:2]:
+            optimizer.zero_grad()
+            plain(inputs).pow(2).mean().backward()
+            optimizer.step()
+        return [value.detach().clone() for value in plain.state_dict().values()]
+
+    def outcome(self, state: Any, error: BaseException | None) -> str:
+        plain, optimizer = state
+        if "step" not in vars(optimizer):
+            assert error is not None
+            assert equal(self.steps(plain, optimizer), self.steps(*self.make())), "the plain model trains otherwise"
+            return "before"
+        words = refusal(optimizer.step)
+        assert "shard()" in words, words
+        with pytest.raises(TypeError, match="was given to shard"):
+            self.call(state)
+        if "interrupted" not in words:
+            return "after"
+        forward = refusal(lambda: plain(INPUTS[0]))
+        assert "interrupted" in forward, forward
+        return "refused"
+
+
+SHARDING = [Sharding("shard in FP16", adamw), Sharding("shard in BF16, tile by tile", rmsprop, precision="bf16")]
+
+EVERYTHING = [*STEPS, *BETWEEN, *CHECKPOINTS, *SHARDING]
+
+
+@pytest.mark.parametrize("trial", EVERYTHING, ids=lambda trial: trial.name)
+def test_a_seeded_part_of_the_interruptions(trial: Trial) -> None:
+    hold(trial, SHARE)
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("trial", STEPS + BETWEEN, ids=lambda trial: trial.name)
-def test_every_interruption_of_training(trial: Trial, tmp_path: Path) -> None:
-    hold(trial, 1.0, tmp_path)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("trial", EVERYTHING, ids=lambda trial: trial.name)
+def test_every_interruption(trial: Trial) -> None:
+    hold(trial, 1.0)
 
 
-def hold(trial: Trial, share: float, tmp_path: Path) -> None:
+def hold(trial: Trial, share: float) -> None:
     tally = interrupt_everywhere(trial, share=share)
     print(f"\n{tally}")
     assert not tally.failures, "\n".join([str(tally), *tally.failures[:40]])
