@@ -107,7 +107,7 @@ def update(device: Device, limit: float) -> dict[str, Any]:
 
     def step() -> None:
         for index in buckets:
-            optimizer._update.step_bucket(index, verdict, (), ())
+            optimizer._update.step_run([index], verdict, (), ())
 
     def publish() -> None:
         for index in buckets:

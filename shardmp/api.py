@@ -32,10 +32,11 @@ from .module import ShardedModule
 from .optimizer import ShardedOptimizer, check_max_norm
 from .parameters import Parameters
 from .precision import DTYPES, Precision, as_precision
+from .probe import Findings, probe
 from .refusals import retire
 from .taken import Taken
 from .unfinished import Unfinished
-from .update import Update, probe
+from .update import Update
 from .world import World, init
 
 ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
@@ -79,8 +80,8 @@ def shard(
         model: its trainable parameters become views of flat buckets in `precision`'s dtype, with rank 0's values. It moves
             to the rank's device (`World.device`); under gloo, whose device is the CPU, a model on a GPU stays there, and
             messages go through host memory: for ranks that share a GPU.
-        optimizer: an elementwise optimizer on the model's own parameters. Its class, groups and state are taken over;
-            its own `step` raises from then on.
+        optimizer: an elementwise optimizer on the model's own parameters. Its class, groups, state and step hooks are
+            taken over; its own `step` raises from then on.
         precision: "fp16", "bf16", "fp32" or a `Precision`.
         stage: 1 or 2. Both shard masters, moments and gradient sums. Stage 1 reduces only outside `model.no_sync()`, for
             4 bytes per parameter while it accumulates; stage 2 reduces every backward.
@@ -108,7 +109,7 @@ def shard(
     device = _device_of(model, world)
     collectives = Collectives(group, device)
     collectives.at("shard()")
-    policy, options, elementwise = _agree(
+    policy, options, findings = _agree(
         collectives,
         model,
         optimizer,
@@ -147,7 +148,7 @@ def shard(
         local_sums=options.stage == 1 and options.reduce != "exact",
         overlap=options.overlap,
     )
-    update = Update(optimizer, elementwise, params, parameters, gradients)
+    update = Update(optimizer, findings, params, parameters, gradients)
     taken = Taken(
         model,
         optimizer,
@@ -251,7 +252,7 @@ def _agree(
     values: tuple[Any, ...],
     later: dict[str, Any],
     scaler: Any,
-) -> tuple[Precision, _Options, set[str]]:
+) -> tuple[Precision, _Options, Findings]:
     """Check what this rank was given, and that all ranks were given the same.
 
     Raises:
@@ -259,7 +260,7 @@ def _agree(
         Exception: what the model, the optimizer or torch raised while they were looked at; the other ranks hear of it.
     """
     error: Exception | None = None
-    found: tuple[Precision, _Options, set[str]] | None = None
+    found: tuple[Precision, _Options, Findings] | None = None
     lines: list[str] = []
     try:
         _refuse_what_is_not_there(values[1], later)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import heartbeat
+from . import heartbeat, modes
 from .accounts import Accounts
 from .agreed import Agreed
 from .collectives import Collectives
 from .gradients import Gradients
+from .inner import STEP_HOOKS
 from .launcher import local_rank_of
 from .layout import Layout
 from .losses import Losses
@@ -64,7 +65,10 @@ class ShardedOptimizer(Accounts, Refusals):
         # Optimizer.__init__ would copy the groups; __setstate__ (torch's own, for unpickling) takes them as they are.
         Optimizer.__setstate__(
             self,
-            {"defaults": original.defaults, "state": NoState(), "param_groups": original.param_groups},
+            {"defaults": original.defaults, "state": NoState(), "param_groups": original.param_groups}
+            | {
+                hooks: getattr(original, hooks) for hooks in STEP_HOOKS
+            },  # theirs: they run with this step, handles hold
         )
         self.precision = precision
         self._original = original
@@ -77,8 +81,9 @@ class ShardedOptimizer(Accounts, Refusals):
         self._gradients = gradients
         self._update = update
         self._taken = taken
+        update.applied_steps = lambda: self._steps - self.skipped_steps - int(self._withheld.item())
         self._losses = Losses(scaler or LossScaler(precision, collectives.device), gradients)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=collectives.device)
+        self._skipped, self._withheld = torch.zeros(2, dtype=torch.int64, device=collectives.device)
         self._average = average
         self._clip_once: float | None = None
         self._heartbeat = heartbeat.start(collectives.rank, local_rank_of(os.environ), os.environ)
@@ -208,16 +213,19 @@ class ShardedOptimizer(Accounts, Refusals):
         )
         absent = self._gradients.absent()
         left_out = self._update.left_out(verdict, absent)
-        for index in reversed(range(len(self._layout.buckets))):  # in the order in which the next forward reads them
+        for run in self._update.runs:  # in the order in which the next forward reads them
             with named_range("shardmp.update"):
-                self._gradients.round(index)
-                self._update.step_bucket(index, verdict, left_out, absent)
-            self._parameters.publish(index)
+                for index in run:
+                    self._gradients.round(index)
+                self._update.step_run(run, verdict, left_out, absent)
+            for index in run:
+                self._parameters.publish(index)
         self._parameters.finish_publishing()
         self._parameters.note_versions()
         scaler = self._losses.scaler
         scaler.update(verdict.found_inf, verdict.loss_not_finite, ~verdict.withheld)
         self._skipped += verdict.skipped
+        self._withheld += verdict.withheld
 
         self._steps += 1
         self.report = StepReport(self._steps, verdict, scaler.hopeless, self._names, own, self._collectives.rank)
@@ -306,6 +314,29 @@ class ShardedOptimizer(Accounts, Refusals):
     def max_grad_norm(self, value: float | None) -> None:
         self._max_grad_norm = None if value is None else check_max_norm(value)
 
+    # -- schedule-free optimizers
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """`optimizer.train()`, where the class has it: its own, on the masters, which are published. Collective."""
+        return self._on_masters("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """`optimizer.eval()`, as `train`: evaluate, or save, with the parameters that the class means for it."""
+        return self._on_masters("eval")
+
+    def _on_masters(self, method: str) -> Callable[[], None]:
+        if not callable(getattr(self._original, method, None)):
+            raise AttributeError(f"{type(self._original).__name__} has no {method}()")
+
+        def call() -> None:
+            self._taken.check_model()
+            parts = (self._update, self._parameters, self._gradients, self._collectives)
+            modes.call_on_masters(method, f"step {self._steps + 1}", *parts)
+
+        return call
+
     # -- looking
 
     @property
@@ -392,14 +423,17 @@ class ShardedOptimizer(Accounts, Refusals):
         return self._steps
 
     def counters(self) -> dict[str, Any]:
-        """Steps, skipped steps and the state of the loss scale, as plain numbers."""
-        return {"steps": self._steps, "skipped": self.skipped_steps, "scaler": self._losses.scaler.state()}
+        """Steps, skipped steps, the state of the loss scale, and what the optimizer's class counts, as plain values."""
+        found = {"steps": self._steps, "skipped": self.skipped_steps, "scaler": self._losses.scaler.state()}
+        extra = self._update.extra_state()
+        return found if extra is None else {**found, "update": extra}
 
     def load_counters(self, counters: dict[str, Any]) -> None:
         """Go on counting from there, without a report of the step before."""
         self._steps = counters["steps"]
         self._skipped.fill_(counters["skipped"])
         self._losses.scaler.load(counters["scaler"])
+        self._update.set_extra_state(counters.get("update"))
         self.report = None
         self._start_window()
 

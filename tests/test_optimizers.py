@@ -14,7 +14,8 @@ from torch import nn
 
 import shardmp
 import shardmp.update
-from shardmp.update import probe, takes_flags
+from shardmp.probe import probe
+from shardmp.routes import takes_flags
 
 
 class SignMomentum(torch.optim.Optimizer):
@@ -211,7 +212,7 @@ def test_temporaries_of_the_update_are_one_tile(make: Any) -> None:
         wrapped, optimizer = sharded(model, make, 0.01, bucket_mb=8)
         for _ in range(2):
             optimizer.backward(wrapped(torch.ones(1, 1024)).mean())
-            verdict_at = optimizer._update.step_bucket
+            verdict_at = optimizer._update.step_run
             largest: list[int] = []
 
             def watched(*args: Any, of: Any = verdict_at, into: list[int] = largest) -> None:
@@ -219,9 +220,9 @@ def test_temporaries_of_the_update_are_one_tile(make: Any) -> None:
                     of(*args)
                 into.append(calls.largest)
 
-            optimizer._update.step_bucket = watched
+            optimizer._update.step_run = watched
             optimizer.step()
-            optimizer._update.step_bucket = verdict_at
+            optimizer._update.step_run = verdict_at
         assert max(largest) <= 4 * 2**15  # in the second step, when state exists
     finally:
         patch.undo()
