@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+# What torch's GradScaler, and `Update`, tell a fused kernel.
+FLAGS = ("grad_scale", "found_inf")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 STATE_DICT_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -30,7 +32,7 @@ STATE_DICT_HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 # What torch, its schedulers and the fused kernels keep on any optimizer.
-_TORCHS = {"state", "param_groups", "step", "grad_scale", "found_inf", "_step_count", "_opt_called"}
+_TORCHS = {"state", "param_groups", "step", *FLAGS, "_step_count", "_opt_called"}
 _TORCHS |= {"_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", *STEP_HOOKS, *STATE_DICT_HOOKS}
 
 
@@ -53,7 +55,8 @@ def fresh_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     for name, value in vars(optimizer).items():
         is_own = isinstance(value, MethodType) and value.__self__ is optimizer
         made.__dict__[name] = MethodType(value.__func__, made) if is_own else value
-    made.__dict__.pop("step", None)
+    for name in ("step", *FLAGS):
+        made.__dict__.pop(name, None)
     for name in (*STEP_HOOKS, *STATE_DICT_HOOKS):
         made.__dict__[name] = OrderedDict()
     made.state = defaultdict(dict)

@@ -72,6 +72,9 @@ class ShardedOptimizer(Accounts, Refusals):
         )
         self.precision = precision
         self._original = original
+        for method in ("train", "eval"):  # of the plain one they would move weights that masters have not seen
+            if callable(getattr(original, method, None)):
+                setattr(original, method, getattr(self, method))
         self._names = list(names)
         self._shapes = [param.shape for param in params]
         self._index = {name: index for index, name in enumerate(names)}

@@ -231,9 +231,9 @@ class _Probe:
                     self.owners[index],
                     f"a trial step on pieces differs by {worst:.3g} from the step on the whole: {why}",
                 )
-        state = self._check_state(trial, trials)
         options, attributes = self._changes(trial)
         self._check_changes(trial, [other for other, _ in trials], options, attributes)
+        state = self._check_state(trial, trials)
         by_options = [self._like(number) for number in range(len(self.optimizer.param_groups))]
         return Findings(state, options, attributes, tuple(self.seeds[index] for index in by_options))
 

@@ -25,9 +25,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from . import inner
-from .inner import options_of
 from .layout import UNIT
-from .probe import Findings, brief, has_same, trial_options
+from .probe import Findings, brief, trial_options
 from .tiles import seeded
 
 # Options beside flags that decide what state or which kernel a class has, where they are not 0.
@@ -80,13 +79,19 @@ def honours_flags(kind: Any, device: torch.device) -> bool:
     return torch.equal(plain, scaled) and bool((skipped == 1).all()) and not torch.equal(plain, skipped)
 
 
+def _decides(key: str, value: Any) -> bool:
+    return value is None or isinstance(value, bool) or key in _DECIDING
+
+
 def deciding(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What of the groups decides which state or kernel the class has: flags, options that are left to it, momentum."""
+    """What of the groups decides which state or kernel the class has: flags, options that are left to it, momentum.
+
+    Of the rest, that it is there.
+    """
     return [
         {
-            key: bool(value) if key in _DECIDING else value
+            key: (bool(value) if key in _DECIDING else value) if _decides(key, value) else ...
             for key, value in group.items()
-            if value is None or isinstance(value, bool) or key in _DECIDING
         }
         for group in groups
     ]
@@ -95,6 +100,7 @@ def deciding(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def try_options(
     optimizer: Optimizer,
     findings: Findings,
+    first: Sequence[dict[str, Any]],
     before: Sequence[dict[str, Any]],
     after: Sequence[dict[str, Any]],
     device: torch.device,
@@ -104,27 +110,41 @@ def try_options(
     """Whether the class can go on with the options of `after`, as it would in torch.
 
     Args:
-        before: the groups' options up to now. stepped: whether a step was made with them.
+        first: the groups' options at the beginning, where counters among them were those of a new state.
+        before: up to now. stepped: whether a step was made with them.
 
     Raises:
         ValueError: it cannot; every rank finds the same.
     """
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
         parameter = nn.Parameter(torch.ones(UNIT, dtype=torch.float32, device=device))
-        trial = inner.trial_copy(optimizer, [{**trial_options(options_of(old)), "params": [parameter]}])
+        start, then = (
+            {
+                key: value if _decides(key, value) else first[number].get(key, value)
+                for key, value in options.items()
+                if key in first[number] or key not in findings.options
+            }
+            for options in (old, new)
+        )
+        trial = inner.trial_copy(optimizer, [{**trial_options(start if stepped else then), "params": [parameter]}])
         if findings.seeds[number]:
             trial.state[parameter] = seeded(findings.seeds[number], parameter)
         parameter.grad = torch.ones_like(parameter)
+        was, now = deciding([old, new])
+        written = [key for key in {**was, **now} if was.get(key) != now.get(key)]
         try:
             with torch.no_grad():
                 if stepped:
                     inner.step(trial)
-                trial.param_groups[0] = {**trial_options(options_of(new)), "params": [parameter]}
+                own = trial.param_groups[0]
+                for key in written:
+                    own.pop(key, None)
+                    if key in then:
+                        own[key] = then[key]
                 for _ in range(2):
                     inner.step(trial)
         except Exception as error:
-            names = [key for key in {**old, **new} if not has_same(options_of(old), options_of(new), key)]
-            changed = ", ".join(f"{key} from {brief(old.get(key))} to {brief(new.get(key))}" for key in names)
+            changed = ", ".join(f"{key} from {brief(old.get(key))} to {brief(new.get(key))}" for key in written)
             raise ValueError(
                 f"optimizer {type(optimizer).__name__}, group {number}: {changed} was written after shard(), and the class "
                 f"cannot go on with it ({type(error).__name__}: {error}): write it before the first step, or before shard()"

@@ -62,7 +62,7 @@ class Update:
         self._device = params[0].device
         self._brought = bool(optimizer.state)
         self._followed = deciding(self.groups)
-        self._options = [options_of(group) for group in self.groups]  # as the last step had them
+        self._options = self._first = [options_of(group) for group in self.groups]
         self.inner = inner.fresh_copy(optimizer, [{**options, "params": []} for options in self._options])
         group_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
         self._group_of = {index: group_of[id(p)] for index, p in enumerate(params)}
@@ -287,12 +287,14 @@ class Update:
     def _follow(self) -> None:
         """Options were written that decide which kernel or state the class has: go on with them, as torch would."""
         stepped = self._brought or self.applied_steps() > 0
-        after = [options_of(group) for group in self.groups]
-        try_options(self.inner, self._findings, self._options, after, self._device, stepped=stepped)
-        states = {piece: (flat, rest) for piece, flat, rest in self.piece_states()} if stepped else {}
-        self._choose_route()
-        self.set_states(states)
-        self._options, self._followed = after, deciding(self.groups)
+        options = [options_of(group) for group in self.groups]
+        try_options(self.inner, self._findings, self._first, self._options, options, self._device, stepped=stepped)
+        is_other = self.on_device != takes_flags(self._original)
+        if self.route is not Route.ONCE and (is_other or not stepped):
+            states = {piece: (flat, rest) for piece, flat, rest in self.piece_states()} if stepped else {}
+            self._choose_route()
+            self.set_states(states)
+        self._options, self._followed = options, deciding(self.groups)
 
     def _step(self, tiles: Sequence[Tile], **flags: Tensor) -> None:
         with self._on_tiles(tiles):
@@ -300,6 +302,8 @@ class Update:
             for tile in tiles:
                 tile.parameter.grad = tile.gradient
             inner.step(self.inner)
+            for flag in flags:  # other kernels refuse them
+                del self.inner.__dict__[flag]
             for tile in tiles:
                 tile.parameter.grad = None
 
@@ -358,6 +362,7 @@ class Update:
     def _on_tiles(self, tiles: Sequence[Tile]) -> Iterator[None]:
         """The inner optimizer's groups have the user's options, and these tiles as parameters."""
         for index, (own, theirs) in enumerate(zip(self.inner.param_groups, self.groups, strict=True)):
+            own.clear()
             own.update(options_of(theirs))
             if self.on_device:
                 own["fused"], own["foreach"] = True, False
@@ -380,6 +385,8 @@ class Update:
         for key in self._findings.attributes & ours.keys():
             theirs[key] = ours[key]
         for own, group in zip(self.inner.param_groups, self.groups, strict=True):
+            for key in options_of(group).keys() - own.keys():
+                del group[key]
             group.update({key: value for key, value in options_of(own).items() if key not in ("fused", "foreach")})
         self._options = [options_of(group) for group in self.groups]
         self._followed = deciding(self.groups)
