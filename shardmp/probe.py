@@ -192,7 +192,8 @@ class _Probe:
     def _rank(self, rank: int) -> tuple[list[_Member], list[tuple[int, int, int]]]:
         """What a rank has of the parameters, as `Update` has it, and for each which elements of which they are."""
         entries = [Entry(str(index), start.numel(), "fp32") for index, start in enumerate(self.starts)]
-        layout = plan(entries, RANKS, bucket_bytes=2**40, itemsize={"fp32": 4})
+        borders = [self.owners.index(number) for number in range(len(self.groups))]  # so that each group is cut
+        layout = plan(entries, RANKS, bucket_bytes=2**40, itemsize={"fp32": 4}, borders=borders)
         members, places = [], []
         for piece in layout.pieces(rank):
             start, gradients = self.starts[piece.param].reshape(-1), self.gradients[piece.param]
@@ -335,7 +336,7 @@ class _Probe:
         for group, changed in zip(self.groups, trial.param_groups, strict=True):
             before, after = trial_options(options_of(group)), options_of(changed)
             options |= {key for key in {**before, **after} if not has_same(before, after, key)}
-        before, after = inner.attributes_of(self.optimizer), inner.attributes_of(trial)
+        before, after = inner.attributes_of(inner.trial_copy(self.optimizer, [])), inner.attributes_of(trial)
         return frozenset(options), frozenset(key for key in {**before, **after} if not has_same(before, after, key))
 
     def _check_changes(
