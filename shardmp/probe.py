@@ -89,11 +89,21 @@ def _refuse_by_sight(optimizer: Optimizer) -> None:
     other = inner.wraps_another(optimizer)
     if other is not None:
         raise TypeError(f"optimizer {name} wraps another optimizer (its attribute {other}); hand in the plain one")
+    _refuse_state_of_none(optimizer)
     for hooks in inner.STATE_DICT_HOOKS:
         if getattr(optimizer, hooks, None):
             raise TypeError(
                 f"optimizer {name} has hooks of its state_dict ({hooks}), which shardmp.save and load, that write and read "
                 "shards, would not run: remove them before shard(), and save what they add with save(extra=...)"
+            )
+
+
+def _refuse_state_of_none(optimizer: Optimizer) -> None:
+    for key, state in optimizer.state.items():
+        if not isinstance(key, Tensor) or not isinstance(state, dict):
+            raise TypeError(
+                f"optimizer {type(optimizer).__name__} keeps {key if isinstance(key, str) else type(state).__name__!r} in its "
+                "`state`, which is no parameter's: a shard would not have it. Keep it in a group, or in an attribute"
             )
 
 
@@ -212,6 +222,7 @@ class _Probe:
         whole = self._members()
         trial = self._whole(whole)
         is_random = not torch.equal(before, torch.random.get_rng_state())
+        _refuse_state_of_none(trial)
         self._check_moved(whole, trial)
         pieces = [torch.zeros_like(start).view(-1) for start in self.starts]
         trials = []

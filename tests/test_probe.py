@@ -138,12 +138,18 @@ class Outside(Descent):
         self.sums = [a + p.grad for a, p in zip(self.sums or [0.0] * len(params), params, strict=True)]
 
 
+class Nobodys(Descent):
+    """A count in `state` that is no parameter's."""
+
+    def before(self) -> None:
+        self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index]
+
+
 class Unsaved(Descent):
     """Counts in an object that no checkpoint can hold."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.counter = nn.Parameter  # replaced by a Count below
         self.counter = Count()
 
     def before(self) -> None:
@@ -194,6 +200,7 @@ REFUSED = [
     (Nested, "its state 'averages' is neither one number for each element nor the same on every piece"),
     (Blocks, "its state 'largest' is neither one number for each element nor the same"),
     (Outside, "its step.. writes the attribute 'sums'.*keeps state outside `state`"),
+    (Nobodys, "keeps count in its `state`, which is no parameter's"),
     (Unsaved, "its attribute 'counter', which step.. changes: a Count cannot be stored"),
     (Wrapper, "Wrapper wraps another optimizer .its attribute inner."),
     (Cached, "Cached .*changed nothing"),
