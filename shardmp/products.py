@@ -130,11 +130,11 @@ TABLE: tuple[Row, ...] = (
         frozenset(),
         (2, 11),
         {
-            MATRIX: Entry(OWN, MEASURED, torch=9.3, own=1.25),
-            CONVOLUTION: Entry(OWN, MEASURED, torch=18.5, own=1.13),
-            CONVOLUTION_BACKWARD: Entry(OWN, MEASURED, torch=13.0, own=1.11),
-            ATTENTION: Entry(OWN, MEASURED, torch=5.9, own=1.12),
-            RECURRENT: Entry(OWN, MEASURED, torch=_NEVER, own=1.06),
+            MATRIX: Entry(OWN, MEASURED, torch=10.7, own=1.26),
+            CONVOLUTION: Entry(OWN, MEASURED, torch=22.2, own=1.17),
+            CONVOLUTION_BACKWARD: Entry(OWN, MEASURED, torch=14.0, own=1.03),
+            ATTENTION: Entry(OWN, MEASURED, torch=6.5, own=1.16),
+            RECURRENT: Entry(OWN, MEASURED, torch=_NEVER, own=1.0),
         },
     ),
     Row(
@@ -211,11 +211,11 @@ TABLE: tuple[Row, ...] = (
         frozenset(),
         (2, 11),
         {
-            MATRIX: Entry(OWN, MEASURED, torch=8.1, own=1.33),
-            CONVOLUTION: Entry(OWN, MEASURED, torch=10.5, own=1.12),
-            CONVOLUTION_BACKWARD: Entry(OWN, MEASURED, torch=9.7, own=1.07),
-            ATTENTION: Entry(OWN, MEASURED, torch=3.6, own=1.14),
-            RECURRENT: Entry(OWN, MEASURED, torch=_NEVER, own=1.01),
+            MATRIX: Entry(OWN, MEASURED, torch=9.1, own=1.23),
+            CONVOLUTION: Entry(OWN, MEASURED, torch=11.8, own=1.11),
+            CONVOLUTION_BACKWARD: Entry(OWN, MEASURED, torch=11.0, own=1.1),
+            ATTENTION: Entry(OWN, MEASURED, torch=3.9, own=1.24),
+            RECURRENT: Entry(OWN, MEASURED, torch=_NEVER, own=1.0),
         },
     ),
 )
