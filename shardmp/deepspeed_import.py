@@ -214,6 +214,9 @@ def _masters(saved: Saved, rank: int) -> list[Tensor]:
     """
     key = "fp32_flat_groups" if saved.stage == 3 else "single_partition_of_fp32_groups"
     flats = saved.optimizers[rank][key]
+    if type(flats) is not list or not all(isinstance(flat, Tensor) for flat in flats):
+        told = ", ".join(shown(flat) for flat in flats[:4]) if type(flats) is list else shown(flats)
+        raise CheckpointError(f"{saved.path}: expected a list of tensors as {key} of rank {rank}, found {told}")
     for flat in flats:
         if flat.dtype != torch.float32:
             raise NotImported(f"{saved.path}: expected FP32 masters, found {flat.dtype} ({key})")

@@ -33,8 +33,10 @@ def torch_state(saved: Saved, rank: int) -> dict[str, Any]:
     found = saved.optimizers[rank].get(key)
     if isinstance(found, list):
         raise NotImported(f"{saved.path}: checkpoints saved with elastic_checkpoint are not imported")
-    if not isinstance(found, dict) or not found.get("param_groups"):
-        raise CheckpointError(f"{saved.path}: the optimizer's file of rank {rank} has no {key}")
+    groups = found.get("param_groups") if isinstance(found, dict) else None
+    if type(groups) is not list or not groups or not all(type(group) is dict for group in groups):
+        raise CheckpointError(f"{saved.path}: the optimizer's file of rank {rank} has no {key} with groups")
+    assert isinstance(found, dict)
     return found
 
 

@@ -61,7 +61,7 @@ def _check_scaler(scaler: Any) -> None:
     scale = scaler.get("scale")
     good = is_count(scale, 2**127) or (type(scale) is float and 0 <= scale <= 2.0**127)
     _expect(good, "scaler.scale", scale, "a number from 0 to 2^127")
-    pending = scaler.get("pending")
+    pending = scaler.get("pending", "nothing")
     good = pending is None or (
         type(pending) is list and len(pending) == 2 and all(type(one) is bool for one in pending)
     )

@@ -22,8 +22,20 @@ from typing import Any
 import pytest
 import torch
 from foreign_tools import (
-    build, change_manifest, cheap, deepspeed_parts, ends_well, mutate_archive, mutate_pickle, mutate_tree, odd,
-    rewrite_metadata, save_small, tensors_of, write_deepspeed, write_manifest,
+    build,
+    change_manifest,
+    cheap,
+    deepspeed_parts,
+    ends_well,
+    mutate_archive,
+    mutate_pickle,
+    mutate_tree,
+    odd,
+    rewrite_metadata,
+    save_small,
+    tensors_of,
+    write_deepspeed,
+    write_manifest,
 )  # fmt: skip
 from helpers import equal, masters
 from ranks import run_ranks
@@ -477,7 +489,11 @@ def test_a_random_state_that_points_beyond_its_table_is_refused() -> None:
     """numpy takes any position and reads there."""
     device = torch.device("cpu")
     state = codec.random_state(device)
-    bad = {**state, "numpy": (*state["numpy"][:2], 10**6, *state["numpy"][3:]), "torch": torch.zeros(5, dtype=torch.uint8)}
+    bad = {
+        **state,
+        "numpy": (*state["numpy"][:2], 10**6, *state["numpy"][3:]),
+        "torch": torch.zeros(5, dtype=torch.uint8),
+    }
     before = random.getstate()
     with pytest.raises(ValueError, match="random state is damaged"):
         codec.set_random_state(bad, device)
@@ -522,7 +538,9 @@ def _records(path: Path, generator: random.Random) -> Iterator[str]:
                 [(info, "offset"), (info, "length"), (info, "relative_path"), (box, "offsets"), (box, "sizes"),
                  (entry, "size"), (entry, "chunks"), (entry.properties, "dtype")]
             )  # fmt: skip
-            setattr(one, name, generator.choice((odd(generator), generator.choice(numbers), torch.Size([3]), torch.int8)))
+            setattr(
+                one, name, generator.choice((odd(generator), generator.choice(numbers), torch.Size([3]), torch.int8))
+            )
 
     for _ in range(150):
         (path / ".metadata").write_bytes(whole)
@@ -615,12 +633,14 @@ def test_every_mutant_of_a_checkpoint_ends_well(saved: Path, ours: Path, kind: s
 
 
 def _deepspeed_values(folder: Path, generator: random.Random) -> Iterator[str]:
-    for _ in range(150):
+    for _ in range(120):
         parts = deepspeed_parts()
         what = mutate_tree(parts, generator, lambda one: one.choice((odd(one), torch.Size([2**40]), torch.ones(3))))
         try:
-            write_deepspeed(folder, {name: part for name, part in parts.items() if "/" not in name and "\0" not in name})
-        except (OSError, ValueError, RecursionError, AttributeError):
+            write_deepspeed(
+                folder, {name: part for name, part in parts.items() if "/" not in name and "\0" not in name}
+            )
+        except (OSError, ValueError, RuntimeError, AttributeError):
             continue  # a name that no file can have
         yield what
 
@@ -634,7 +654,9 @@ def _deepspeed_archives(folder: Path, generator: random.Random) -> Iterator[str]
         if number % 2:
             content, what = mutate_archive(whole, generator)
         else:
-            members = {name.partition("/")[2]: zipfile.ZipFile(file).read(name) for name in zipfile.ZipFile(file).namelist()}
+            members = {
+                name.partition("/")[2]: zipfile.ZipFile(file).read(name) for name in zipfile.ZipFile(file).namelist()
+            }
             members["data.pkl"], what = mutate_pickle(members["data.pkl"], generator)
             content = archive(members)
         file.write_bytes(content)
