@@ -28,6 +28,7 @@ _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
 _FULL_16, _FULL_32 = 2**16 - 1, 2**32 - 1
 _AT_ONCE = 2**20
 _MOST_DIMS = 64  # of a tensor in torch
+_TENSOR_CLASSES = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
 
 
 class ArchiveError(ValueError):
@@ -111,7 +112,7 @@ class _Archive:
         return self._storages[key, dtype]
 
     def makers(self) -> dict[tuple[str, str], Callable[..., Any]]:
-        """What makes tensors."""
+        """What makes tensors; their attributes, hooks and whether they want a gradient are not looked at."""
 
         def of_dtype(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
             return self._tensor(storage, offset, size, stride, None)
@@ -124,12 +125,18 @@ class _Archive:
                 raise PickleError(f"a parameter of {shown(value)}")
             return value
 
-        return {
+        def with_attributes(function: Any, kind: Any, arguments: Any, *rest: Any) -> Tensor:
+            if function not in made or kind not in _TENSOR_CLASSES or type(arguments) is not tuple:
+                raise PickleError(f"a tensor of the class {kind if isinstance(kind, Global) else shown(kind)}")
+            return made[function](*arguments)
+
+        made: dict[tuple[str, str], Callable[..., Any]] = {
             ("torch._utils", "_rebuild_tensor_v2"): of_dtype,
             ("torch._utils", "_rebuild_tensor_v3"): with_dtype,
             ("torch._utils", "_rebuild_parameter"): parameter,
             ("torch._utils", "_rebuild_parameter_with_state"): parameter,
         }
+        return {**made, ("torch._tensor", "_rebuild_from_type_v2"): with_attributes}
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Tensor:
         """A view of a storage; never of more elements than the storage has."""

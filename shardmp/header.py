@@ -63,9 +63,9 @@ def _check_scaler(scaler: Any) -> None:
     _expect(good, "scaler.scale", scale, "a number from 0 to 2^127")
     pending = scaler.get("pending", "nothing")
     good = pending is None or (
-        type(pending) is list and len(pending) == 2 and all(type(one) is bool for one in pending)
+        type(pending) is list and len(pending) in (2, 3) and all(type(one) is bool for one in pending)
     )
-    _expect(good, "scaler.pending", pending, "null or two flags")
+    _expect(good, "scaler.pending", pending, "null or flags")
 
 
 def _expect(good: bool, field: str, found: Any, expected: str) -> None:

@@ -15,6 +15,7 @@ import shutil
 import struct
 import zipfile
 import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from foreign_tools import (
 )  # fmt: skip
 from helpers import equal, masters
 from ranks import run_ranks
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from typer.testing import CliRunner
 
@@ -89,7 +91,7 @@ def refusal(path: Path, tmp_path: Path) -> str:
     assert not list(tmp_path.glob(".*"))
     with cheap():
         done = CliRunner().invoke(cli.app, ["inspect", str(path)])
-    assert done.exit_code == 2
+    assert done.exit_code in (1, 2)
     assert isinstance(done.exception, SystemExit)
     assert len(done.stderr.splitlines()) == 1
     return str(caught.value)
@@ -318,6 +320,41 @@ def test_a_zip_of_two_gigabytes_in_two_megabytes_is_not_inflated(plain: Path, tm
         shardmp.import_deepspeed(tmp_path / "ds", tmp_path / "out")
 
 
+def with_attribute(value: Any) -> Any:
+    value.mine = 3
+    return value
+
+
+VALUES = {
+    "numbers": (1, -2, 2**70, 0.1, True, None, 1j),
+    "texts": ["a", "\u00fc", b"ab\0", bytearray(b"q")],
+    "containers": {"a": (1, [2, {3: ()}]), (1, "b"): {4, 5}, None: OrderedDict(a=1), 2.5: Counter("aab")},
+    "torch": [torch.Size([1, 2]), torch.device("cpu"), torch.float16],
+    "shapes": [torch.arange(12.0).view(3, 4).t(), torch.tensor(3), torch.empty(0, 3), torch.arange(9)[2:5]],
+    "dtypes": [torch.ones(3).to(dtype) for dtype in (
+        torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint16, torch.bool, torch.complex64, torch.float8_e5m2
+    )],
+    "a shared storage": [torch.arange(6).view(2, 3)] * 2,
+    "attributes": [with_attribute(torch.ones(2)), with_attribute(nn.Parameter(torch.ones(2)).requires_grad_(False))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", VALUES)
+@pytest.mark.parametrize("checksums", [True, False])
+def test_what_torch_save_writes_is_read_as_torch_reads_it(what: str, checksums: bool) -> None:
+    stream = io.BytesIO()
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        torch.save(VALUES[what], stream)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = read_archive(bytearray(stream.getvalue()))
+    stream.seek(0)
+    expected = torch.load(stream, weights_only=False)
+    assert repr(found) == repr(expected).replace("Parameter containing:\n", "")
+    assert type(found) is type(expected)
+
+
 def tensor_pickle(numel: int, offset: int, size: Any, stride: Any) -> bytes:
     class Tensor:
         def __reduce__(self) -> Any:
@@ -388,7 +425,7 @@ def test_what_deepspeeds_files_state_is_held_against_them(tmp_path: Path, change
         shardmp.import_deepspeed(tmp_path / "ds", tmp_path / "out")
     assert not list((tmp_path / "out").glob("*"))
     done = CliRunner().invoke(cli.app, ["import-deepspeed", str(tmp_path / "ds"), str(tmp_path / "out")])
-    assert done.exit_code == 2
+    assert done.exit_code in (1, 2)
     assert len(done.stderr.splitlines()) == 1
 
 
