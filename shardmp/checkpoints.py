@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from . import directory
-from .agreement import together
+from . import directory, in_place
+from .agreement import Joint
 from .manifest import CheckpointError
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
@@ -48,12 +48,13 @@ class Checkpoints:
         root: a directory that all ranks share.
         every: steps between two checkpoints; None saves on SIGTERM and by `save` alone.
         keep: so many of the newest are kept; None keeps all.
-        extra, per_rank: as in `shardmp.save`; values that are not objects may be changed between steps in `self.extra`
-            and `self.per_rank`, where `resume` puts what it has read.
+        extra, per_rank: as in `shardmp.save`. `resume` restores objects, tensors, dicts and lists in place; plain values
+            (numbers, strings, None) stand in `self.extra` and `self.per_rank`, where they may be changed between steps.
         background: write while training goes on.
 
     Raises:
-        ValueError: `every` or `keep` is not a whole number above 0.
+        ValueError: `every` or `keep` is not a whole number above 0; `root` is empty.
+        TypeError: an object has `state_dict()` and no `load_state_dict()`, and so could not be resumed.
     """
 
     def __init__(
@@ -71,7 +72,14 @@ class Checkpoints:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"Checkpoints({name}=...): expected a whole number from 1, or None, got {value!r}")
-        self.root = Path(root)
+        for option, values in (("extra", extra), ("per_rank", per_rank)):
+            for key, value in (values or {}).items():
+                if hasattr(value, "state_dict") and not in_place.is_object(value):
+                    raise TypeError(
+                        f"Checkpoints({option}=...): {key!r}, a {type(value).__name__}, has state_dict() but no "
+                        "load_state_dict(): it could not be resumed"
+                    )
+        self.root = directory.named(root, "Checkpoints(root)")
         self.extra: dict[str, Any] = dict(extra or {})
         self.per_rank: dict[str, Any] = dict(per_rank or {})
         self._model, self._optimizer = model, optimizer
@@ -90,27 +98,34 @@ class Checkpoints:
         """Load the latest checkpoint, or where it is damaged the newest intact one; None where there is none. Collective.
 
         Raises:
-            CheckpointError: there are some, but none is intact. Whatever else `shardmp.load` raises.
+            CheckpointError: there are some, but none is intact. Whatever else `shardmp.load` raises: what is in a
+                checkpoint does not fit this run.
         """
-        found = together(self._optimizer._collectives, lambda: bool(directory.complete(self.root)))
+        collectives = self._optimizer._collectives
+        with Joint(collectives, "Checkpoints.resume()") as joint:
+            joint.at(f"looking into {self.root}")
+            found = joint.together(lambda: joint.rank == 0 and bool(directory.complete(self.root)))
         if not found[0]:
             return None
         try:
             loaded = self._load(None)
-        except CheckpointError as damage:
-            if self._optimizer._collectives.rank == 0:
-                warnings.warn(f"the latest checkpoint is damaged: {damage}", stacklevel=2)
+        except (CheckpointError, OSError) as damage:
+            if collectives.rank == 0:
+                warnings.warn(f"the latest checkpoint is damaged or cannot be read: {damage}", stacklevel=2)
             loaded = self._load("latest good")
         for mine, read in ((self.extra, loaded.extra), (self.per_rank, loaded.per_rank or {})):
-            mine.update({key: value for key, value in read.items() if not hasattr(mine.get(key), "load_state_dict")})
+            for key, value in read.items():
+                own = mine.get(key)
+                if not in_place.holds_elements(own):  # what does was restored by load
+                    mine[key] = in_place.restore(own, value) if type(own) is type(value) else value
         return loaded
 
     def _load(self, step: str | None) -> Loaded:
-        objects = [
-            {key: value for key, value in values.items() if hasattr(value, "load_state_dict")}
+        kept = [
+            {key: value for key, value in values.items() if in_place.holds_elements(value)}
             for values in (self.extra, self.per_rank)
         ]
-        return load(self.root, self._model, self._optimizer, step=step, extra=objects[0], per_rank=objects[1])
+        return load(self.root, self._model, self._optimizer, step=step, extra=kept[0], per_rank=kept[1])
 
     def after_step(self) -> None:
         """Save where it is time; call it on all ranks after each step, when the scheduler has stepped.
@@ -152,7 +167,7 @@ class Checkpoints:
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
             self._handler = None
-        wait_for_save(self._optimizer)
+        wait_for_save(self._optimizer._collectives)
 
     def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
         self._optimizer.stop_requested = True

@@ -105,6 +105,15 @@ class Collectives(Poison):
         self._roll.at(place)
 
     @contextlib.contextmanager
+    def all_or_nothing(self, operation: str) -> Iterator[None]:
+        """What is done inside leaves a mix where it does not come to its end: then nothing more is done."""
+        try:
+            yield
+        except BaseException as error:
+            self.poison(f"{operation} raised {type(error).__name__}: {error}")
+            raise
+
+    @contextlib.contextmanager
     def _doing(self, operation: str) -> Iterator[None]:
         self.refuse_after_failure()
         try:

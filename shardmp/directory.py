@@ -22,10 +22,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .manifest import MANIFEST, METADATA, CheckpointError
+from .manifest import MANIFEST, METADATA, CheckpointError, Manifest
 from .regular_files import read_whole
 
 LATEST = "latest"
@@ -50,14 +51,31 @@ def complete(root: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def begin(root: Path, step: int) -> Path:
+def named(root: str | os.PathLike[str], what: str) -> Path:
+    """The directory that a user has named.
+
+    Raises:
+        ValueError: the name is empty: as a path it would be the working directory. TypeError: it is no path.
+    """
+    if not isinstance(root, (str, os.PathLike)):
+        raise TypeError(f"{what}: expected a path, got {root!r}")
+    if not os.fspath(root):
+        raise ValueError(f"{what}: the name is empty; name a directory ('.' is the working directory)")
+    return Path(root)
+
+
+def begin(root: Path, step: int, at: Callable[[str], None] = lambda place: None) -> Path:
     """An empty directory to write into; what an interrupted save has left is removed.
+
+    Args:
+        at: is told what is removed or made, which may take long.
 
     Raises:
         OSError: the directory cannot be made.
     """
+    at(f"making a directory in {root}")
     root.mkdir(parents=True, exist_ok=True)
-    _sweep(root)
+    _sweep(root, at, _WRITING, _REMOVING)
     newest = next(iter(complete(root)), None)
     match = _COMPLETE.fullmatch(newest.name) if newest else None
     serial = 1 + (int(match[2]) if match else 0)
@@ -67,12 +85,25 @@ def begin(root: Path, step: int) -> Path:
 
 
 def commit(path: Path) -> Path:
-    """All files of `path` are written and synced: make it a checkpoint, and the latest one."""
+    """All files of `path` are written and synced: make it a checkpoint, and the latest one.
+
+    Raises:
+        OSError: it is neither; the latest one is that of before.
+    """
     root, final = path.parent, committed(path)
     sync_directory(path)
+    # Written before anything has its name: a disk that is full by now shows here.
+    pointer = _new_pointer(root, final.name)
     os.rename(path, final)
-    sync_directory(root)
-    _point_to(root, final.name)
+    try:
+        sync_directory(root)
+        os.replace(pointer, root / LATEST)
+        sync_directory(root)
+    except OSError:
+        if _pointed(root) != final:
+            with contextlib.suppress(OSError):
+                os.rename(final, path)
+        raise
     return final
 
 
@@ -81,14 +112,18 @@ def committed(path: Path) -> Path:
     return path.with_name(path.name[path.name.index("step-") :])
 
 
-def _point_to(root: Path, name: str) -> None:
+def _new_pointer(root: Path, name: str) -> Path:
+    """A file that says `name`, on the disk, to become `latest`."""
     pointer = root / f"{_WRITING}{secrets.token_hex(4)}-{LATEST}"
-    with pointer.open("w") as file:
-        file.write(name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(pointer, root / LATEST)
-    sync_directory(root)
+    try:
+        with pointer.open("x") as file:
+            file.write(name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
+    return pointer
 
 
 def drop(path: Path) -> None:
@@ -96,23 +131,34 @@ def drop(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def keep_newest(root: Path, count: int) -> None:
-    """Remove complete checkpoints but the `count` newest, and the one that `latest` names."""
+def keep_newest(root: Path, count: int, at: Callable[[str], None] = lambda place: None) -> None:
+    """Remove complete checkpoints but the `count` newest, and the one that `latest` names; warn of what stays."""
     pointed = _pointed(root)
     for path in complete(root)[count:]:
         if path != pointed:
-            # Under its own name, a checkpoint whose removal is interrupted would look complete.
-            os.rename(path, root / f"{_REMOVING}{path.name}")
-    _sweep(root, _REMOVING)
+            at(f"removing {path}")
+            try:
+                # Under its own name, a checkpoint whose removal is interrupted would look complete.
+                os.rename(path, root / f"{_REMOVING}{path.name}")
+            except OSError as error:  # another user's, perhaps
+                warnings.warn(f"the old checkpoint {path} was not removed: {error}", stacklevel=2)
+    _sweep(root, at, _REMOVING)
 
 
-def _sweep(root: Path, *prefixes: str) -> None:
+def _sweep(root: Path, at: Callable[[str], None], *prefixes: str) -> None:
+    """Remove what is left over; what cannot be removed disturbs nobody, and is warned of."""
     for path in root.iterdir():
-        if path.name.startswith(prefixes or (_WRITING, _REMOVING)):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        if path.name.startswith(prefixes):
+            at(f"removing {path}")
+            try:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            except FileNotFoundError:
+                pass  # somebody else has
+            except OSError as error:
+                warnings.warn(f"{path}, left over by an earlier save, was not removed: {error}", stacklevel=2)
 
 
 def _pointed(root: Path) -> Path | None:
@@ -121,6 +167,17 @@ def _pointed(root: Path) -> Path | None:
         if _COMPLETE.fullmatch(name) and (root / name).is_dir():
             return root / name
     return None
+
+
+def _warn_of_pointer(root: Path) -> None:
+    """`latest` is there and leads nowhere: say so, where another checkpoint is taken in its place."""
+    newest = next(iter(complete(root)), None)
+    if newest is not None and (root / LATEST).exists():
+        try:
+            name = repr((root / LATEST).read_text().strip()[:100])
+        except (OSError, UnicodeDecodeError):
+            name = "what cannot be read"
+        warnings.warn(f"{root / LATEST} names {name}, which is no checkpoint here; taking {newest.name}", stacklevel=3)
 
 
 def find(root: Path, step: int | str | None) -> Path:
@@ -137,6 +194,7 @@ def find(root: Path, step: int | str | None) -> Path:
         pointed = _pointed(root)
         if pointed is not None:
             return pointed
+        _warn_of_pointer(root)
     for path in complete(root):
         if step in (None, "latest", step_of(path)):
             return path
@@ -157,8 +215,22 @@ def newest_first(root: Path) -> Iterator[Path]:
     pointed = _pointed(root)
     if pointed is not None:
         yield pointed
+    else:
+        _warn_of_pointer(root)
     yield from (path for path in complete(root) if path != pointed)
     raise CheckpointError(f"{root}: no intact checkpoint ({len(complete(root))} tried)")
+
+
+def manifest_of(path: Path) -> Manifest:
+    """The manifest of a checkpoint, which is that of the step in its name.
+
+    Raises:
+        CheckpointError: it is missing or altered, or the directory was renamed.
+    """
+    manifest, step = Manifest.load(path), step_of(path)
+    if step not in (None, manifest.step):
+        raise CheckpointError(f"{path} holds a checkpoint of step {manifest.step}: the directory was renamed")
+    return manifest
 
 
 def is_ours(path: Path) -> bool:

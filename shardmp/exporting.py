@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from . import directory
 from .header import read_header
-from .manifest import CheckpointError, Manifest
+from .manifest import CheckpointError
 from .new_file import refuse_odd, replacing
 from .precision import DTYPES
 from .storage import Reader
@@ -70,8 +70,8 @@ class Contents:
     """
 
     def __init__(self, root: str | Path, step: int | None = None) -> None:
-        self.path = directory.find(Path(root), step)
-        self.manifest = Manifest.load(self.path) if directory.is_ours(self.path) else None
+        self.path = directory.find(directory.named(root, "directory"), step)
+        self.manifest = directory.manifest_of(self.path) if directory.is_ours(self.path) else None
         if self.manifest is not None:
             self.manifest.check_sizes(self.path)
         self.reader = Reader(self.path, read_metadata(self.path, self.manifest), self.manifest)
@@ -125,8 +125,9 @@ def export(root: str | Path, target: str | Path, *, dtype: str = "fp32", step: i
     """
     if dtype not in DTYPES:
         raise ValueError(f"export(dtype=...): expected {', '.join(map(repr, DTYPES))}, got {dtype!r}")
-    refuse_odd(Path(target))
-    contents = Contents(root, step)
+    place = directory.named(target, "export(target)")
+    refuse_odd(place)
+    contents = Contents(directory.named(root, "export(directory)"), step)
     tied = contents.tied()
     buffers = {_PREFIX + name for name in contents.header.get("buffers", ())}
     saved = dict(contents.reader.tensors())
@@ -142,8 +143,8 @@ def export(root: str | Path, target: str | Path, *, dtype: str = "fp32", step: i
     about = {"format": "pt", "step": str(contents.manifest.step if contents.manifest else "")}
     about["tied"] = json.dumps({_key(alias): _key(name) for alias, name in tied.items() if name.startswith(_PREFIX)})
     header = _header(names, saved, kinds, about)
-    _write(Path(target), header, (_converted(contents.reader, name, kinds[name]) for name in names))
-    return Path(target)
+    _write(place, header, (_converted(contents.reader, name, kinds[name]) for name in names))
+    return place
 
 
 def _key(name: str) -> str:

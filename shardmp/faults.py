@@ -74,14 +74,14 @@ class Roll:
         self.rank = rank
         self.members = members
         self.place = "shard()"
-        self._key = key
+        self.key = key
 
     def at(self, place: str) -> None:
         """Tell the peers where this rank is."""
         self.place = place
         if len(self.members) > 1:
             with contextlib.suppress(Exception):  # a store that is gone shows in the collective itself
-                _store().set(f"{self._key}/place/{self.rank}", place)
+                _store().set(f"{self.key}/place/{self.rank}", place)
 
     def explain(self, operation: str, error: str, is_broken: Callable[[int], bool] = lambda rank: False) -> str:
         """Why `operation` failed with `error`, after asking the others: [Note: the inquiry].
@@ -94,17 +94,24 @@ class Roll:
         inquiry = threading.Thread(target=self._inquire, args=(is_broken, found.append), daemon=True)
         inquiry.start()
         inquiry.join(GRACE + LINGER)
-        cause = found[0] if found else self._store_is_silent("does not answer")
+        cause = found[0] if found else self.store_is_silent("does not answer")
         return f"{self.members[self.rank]} at {self.place}: {operation} failed: {cause} [{_first_sentence(error)}]"
 
-    def _store_is_silent(self, what: str) -> str:
+    def store_is_silent(self, what: str) -> str:
+        """What is said where the store does not answer: who holds it, and what is seen of its process."""
         first, own = self.members[0], self.members[self.rank]
-        state = self._neighbours().get(0)
+        state = self.state_of(0)
         if state in _SAID:
             return f"{first} {_SAID[state]}, and the store in it"
         return (
             f"the store {what}: host {first.host} of rank {first.rank} is dead, stopped or cut off from host {own.host}"
         )
+
+    def state_of(self, rank: int) -> str:
+        """ "gone", "stopped" or "running", as far as this process can see that of `rank`; else empty."""
+        own, member = self.members[self.rank], self.members[rank]
+        is_seen = member.host_id == own.host_id and own.pid_namespace and member.pid_namespace == own.pid_namespace
+        return _state_of(member) if is_seen else ""
 
     # -- the inquiry, in its thread
 
@@ -113,7 +120,7 @@ class Roll:
             store = _store()
             text, present = self._ask(store, is_broken)
         except Exception:  # of whatever kind the store's are: the connection to it is lost
-            answer(self._store_is_silent("is gone"))
+            answer(self.store_is_silent("is gone"))
             return
         answer(text)  # before the wait for others: it must not cost this rank what it knows
         with contextlib.suppress(Exception):
@@ -125,7 +132,7 @@ class Roll:
         silent = list(range(len(self.members)))
         while True:
             # Anew each time: a process that is being killed closes its connections before it is seen to end.
-            store.set(f"{self._key}/failed/{self.rank}", json.dumps(self._neighbours()))
+            store.set(f"{self.key}/failed/{self.rank}", json.dumps(self._neighbours()))
             silent = self._silent(store, silent)
             if not silent or time.monotonic() > deadline or all(self._is_known(store, rank) for rank in silent):
                 break
@@ -142,7 +149,7 @@ class Roll:
 
     def _silent(self, store: Store, ranks: Sequence[int]) -> list[int]:
         """Which of `ranks` have not said that they failed; by halves, since one question may name many keys."""
-        if store.check([f"{self._key}/failed/{rank}" for rank in ranks]):
+        if store.check([f"{self.key}/failed/{rank}" for rank in ranks]):
             return []
         if len(ranks) == 1:
             return list(ranks)
@@ -170,7 +177,7 @@ class Roll:
         member = self.members[rank]
         raised = _read(store, RAISED.format(member.rank))
         state = raised or {**_SAID, **_ALIVE}.get(self._state(store, rank) or "")
-        last = _read(store, f"{self._key}/place/{rank}")
+        last = _read(store, f"{self.key}/place/{rank}")
         return f"{member} {state or 'does not answer: its process or host is dead, stopped or cut off'}" + (
             f", last at {last}" if last else ""
         )
@@ -179,7 +186,7 @@ class Roll:
         """What a rank on the same host sees of the process of `rank`."""
         for other, member in enumerate(self.members):
             if member.host_id == self.members[rank].host_id and other != rank:
-                told = _read(store, f"{self._key}/failed/{other}")
+                told = _read(store, f"{self.key}/failed/{other}")
                 state = json.loads(told).get(str(rank)) if told else None
                 if state is not None:
                     return str(state)
@@ -187,26 +194,22 @@ class Roll:
 
     def _neighbours(self) -> dict[int, str]:
         """The state of each process that this one can see: of its own host and process namespace."""
-        own = self.members[self.rank]
-        return {
-            rank: _state_of(member)
-            for rank, member in enumerate(self.members)
-            if member.host_id == own.host_id and own.pid_namespace and member.pid_namespace == own.pid_namespace
-        }
+        states = {rank: self.state_of(rank) for rank in range(len(self.members))}
+        return {rank: state for rank, state in states.items() if state}
 
     def _places(self, store: Store) -> str:
         places = [
-            f"rank {member.rank}: {_read(store, f'{self._key}/place/{rank}') or 'unknown'}"
+            f"rank {member.rank}: {_read(store, f'{self.key}/place/{rank}') or 'unknown'}"
             for rank, member in enumerate(self.members)
         ]
         return f"Where each rank was last: {'; '.join(places)}. All ranks must make the same backwards and steps"
 
     def _linger(self, store: Store, readers: int) -> None:
-        count = store.add(f"{self._key}/read", 1)
+        count = store.add(f"{self.key}/read", 1)
         deadline = time.monotonic() + LINGER
         while self.members[self.rank].rank == 0 and count < readers and time.monotonic() < deadline:
             time.sleep(0.05)
-            count = store.add(f"{self._key}/read", 0)
+            count = store.add(f"{self.key}/read", 0)
 
 
 # What is said of a process that will not speak, and of one that could.

@@ -8,7 +8,6 @@ Invariant: until all is checked nothing is changed; after a read that failed hal
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
-from . import codec, directory, products
+from . import codec, directory, in_place, products
 from .agreed import LOADED
-from .agreement import dcp_is_quiet, group_for_files, meet, raise_first, together
+from .agreement import Joint
 from .checksum import crc32
 from .collectives import Collectives
 from .header import read_header
@@ -83,7 +80,8 @@ def load(
         root: a directory of checkpoints, or one checkpoint.
         optimizer: None loads weights alone: the masters are renewed from them, moments and loss scale stay.
         step: which one; None is the latest. "latest good" takes the newest whose every byte is as it was written.
-        extra, per_rank: objects with `load_state_dict()`, by the names under which they were saved.
+        extra, per_rank: what to restore in place, by the names under which it was saved: objects with
+            `load_state_dict()`, tensors, and dicts and lists of tensors.
         strict: names that the checkpoint or the model lacks are an error; otherwise they are returned.
         cast: convert between floating dtypes; otherwise another dtype is an error.
 
@@ -92,27 +90,76 @@ def load(
         ValueError, TypeError: names, shapes, dtypes or groups differ; nothing has been changed.
         CheckpointError: a file is missing, truncated or altered. Where that shows only while reading, weights are mixed,
             and `step` and `save` refuse until another `load` has succeeded.
+        RuntimeError: between backward and step; a rank is gone, or waits for its disk without end.
     """
-    if optimizer is not None:
-        wait_for_save(optimizer)
+    place = directory.named(root, "load(directory)")
     collectives = _collectives_of(model)
-    if collectives.failure == _HALF_LOADED:
+    wait_for_save(collectives)
+    mixed = collectives.failure
+    is_curable = mixed == _MIXED or (mixed == _MIXED_WITH_STATE and optimizer is not None)
+    if is_curable:
         collectives.failure = None
-    collectives.refuse_after_failure()
-    meet(collectives, "shardmp.load()")
-    found = _open(collectives, Path(root), step)
-    targets, missing, unexpected = _check(collectives, model, optimizer, found, strict, cast, extra)
-    own = _own_tensors(found) if optimizer is not None else {}
-    with torch.no_grad():
-        model._parameters_.all_ready()  # a gather may still send rows that are about to change
-        targets.prepare()
+    collectives.at("shardmp.load()")
+    try:
+        with Joint(collectives, "shardmp.load()") as joint, torch.no_grad():
+            collectives.refuse_after_failure()
+            user = _User(extra, per_rank) if optimizer is not None else _User(None, None)
+            return _load(joint, collectives, place, step, model, optimizer, user, strict=strict, cast=cast)
+    except BaseException:
+        if is_curable:
+            collectives.poison(str(mixed))  # it still is
+        raise
+
+
+_MIXED = "shardmp.load() failed half-way, and weights are mixed: load another checkpoint"
+_MIXED_WITH_STATE = "shardmp.load() failed half-way, and weights and optimizer state are mixed: load another checkpoint, optimizer included"
+
+
+def _load(
+    joint: Joint,
+    collectives: Collectives,
+    root: Path,
+    step: int | str | None,
+    model: ShardedModule,
+    optimizer: ShardedOptimizer | None,
+    user: _User,
+    *,
+    strict: bool,
+    cast: bool,
+) -> Loaded:
+    found = _open(joint, root, step)
+    made: list[Targets] = []
+
+    def check() -> tuple[list[str], list[str]]:
+        if model._gradients.backwards or model._gradients.in_backward:
+            raise RuntimeError("shardmp.load() between backward and step: call step() or zero_grad() before")
+        if optimizer is not None and model._collectives is not optimizer._collectives:
+            raise ValueError("load(optimizer): it is not the one that shard() returned with this model")
+        made.append(Targets(model, optimizer, found.reader, found.header, cast=cast))
+        told = made[0].check(strict)
+        if optimizer is not None:
+            user.read(found, collectives, strict)
+        made[0].prepare()
+        return told
+
+    told = joint.together(check)
+    targets = made[0]
+    missing, unexpected = ([*dict.fromkeys(key for rank in told for key in rank[side])] for side in (0, 1))
+    with collectives.all_or_nothing("shardmp.load()"):
         try:
-            plain = _read(collectives, found, {**targets.targets, **own})
+            model._parameters_.all_ready()  # a gather may still send rows that are about to change
+            joint.together(lambda: _fill(found, targets.targets))
+            targets.publish()
+
+            def take_over() -> None:
+                targets.take_over()
+                user.restore(collectives)
+
+            joint.together(take_over)
         except BaseException:
-            collectives.poison(_HALF_LOADED)
+            if joint.is_agreed:  # on all ranks, which another load makes whole
+                collectives.poison(_MIXED if optimizer is None else _MIXED_WITH_STATE)
             raise
-        targets.apply(plain)
-    values, row = _restore(collectives, found, own, extra, per_rank) if optimizer is not None else ({}, None)
     if optimizer is not None and found.header is not None and collectives.rank == 0:
         products.warn_of_differences(str(found.path), found.header.get("products"), products_of(optimizer))
     manifest = found.manifest
@@ -123,14 +170,11 @@ def load(
         found.path,
         manifest.step if manifest else None,
         manifest.ranks if manifest else None,
-        values,
-        row,
+        user.values,
+        user.row,
         missing,
         unexpected,
     )
-
-
-_HALF_LOADED = "shardmp.load() failed half-way, and weights are mixed; load another checkpoint"
 
 
 def _collectives_of(model: Any) -> Collectives:
@@ -139,134 +183,136 @@ def _collectives_of(model: Any) -> Collectives:
     return model._collectives
 
 
-def _open(collectives: Collectives, root: Path, step: int | str | None) -> _Found:
+def _open(joint: Joint, root: Path, step: int | str | None) -> _Found:
     """Rank 0 chooses, all ranks open the same, and see the same."""
+    joint.at(f"looking into {root}")
     if step == "latest good":
-        path = _newest_intact(collectives, root)
+        path = _newest_intact(joint, root)
     else:
-        path = together(collectives, lambda: directory.find(root, step) if collectives.rank == 0 else Path())[0]
+        path = joint.together(lambda: directory.find(root, step) if joint.rank == 0 else Path())[0]
 
     found: list[_Found] = []
 
     def opened() -> int | None:
-        manifest = Manifest.load(path) if directory.is_ours(path) else None
-        if manifest is not None and collectives.rank == 0:
+        joint.at(f"opening {path}")
+        manifest = directory.manifest_of(path) if directory.is_ours(path) else None
+        if manifest is not None and joint.rank == 0:
             manifest.check_sizes(path)
         metadata = read_metadata(path, manifest)
-        reader = Reader(path, metadata, manifest)
+        reader = Reader(path, metadata, manifest, joint)
         found.append(_Found(path, manifest, reader, read_header(reader)))
         return None if manifest is None else crc32((path / MANIFEST).read_bytes())
 
-    told = together(collectives, opened)
+    told = joint.together(opened)
     for rank, digest in enumerate(told):
         if digest != told[0]:
             raise CheckpointError(f"{path / MANIFEST} has other content on rank {rank} than on rank 0: is it shared?")
     return found[0]
 
 
-def _newest_intact(collectives: Collectives, root: Path) -> Path:
+def _newest_intact(joint: Joint, root: Path) -> Path:
     """The newest checkpoint whose every byte is as it was written; each rank compares its share of the files."""
     candidates = directory.newest_first(root)
     while True:
-        path = together(collectives, lambda: next(candidates) if collectives.rank == 0 else Path())[0]
+        path = joint.together(lambda: next(candidates) if joint.rank == 0 else Path())[0]
 
         def intact(path: Path = path) -> None:
-            manifest = Manifest.load(path)
+            joint.at(f"comparing {path}")
+            manifest = directory.manifest_of(path)
             manifest.check_sizes(path)
-            manifest.check_contents(path, sorted(manifest.records)[collectives.rank :: collectives.world_size])
+            for name in sorted(manifest.records)[joint.rank :: joint.world_size]:
+                joint.at(f"comparing {path / name}")
+                manifest.check_contents(path, [name])
 
         try:
-            together(collectives, intact, group_for_files(collectives))
+            joint.together(intact)
         except (CheckpointError, OSError) as damage:
-            if collectives.rank == 0:
+            joint.go_on()
+            if joint.rank == 0:
                 warnings.warn(f"passing over a checkpoint: {damage}", stacklevel=3)
             continue
         return path
 
 
-def _check(
-    collectives: Collectives,
-    model: ShardedModule,
-    optimizer: ShardedOptimizer | None,
-    found: _Found,
-    strict: bool,
-    cast: bool,
-    extra: Mapping[str, Any] | None,
-) -> tuple[Targets, list[str], list[str]]:
-    made: list[Targets] = []
+def _fill(found: _Found, targets: dict[str, Any]) -> None:
+    """Fill the tensors among the targets, and put the values that are not tensors in their places.
 
-    def check() -> tuple[list[str], list[str]]:
-        if model._gradients.backwards or model._gradients.in_backward:
-            raise RuntimeError("shardmp.load() between backward and step: call step() or zero_grad() before")
-        if optimizer is not None and model._collectives is not optimizer._collectives:
-            raise ValueError("load(optimizer): it is not the one that shard() returned with this model")
-        made.append(Targets(model, optimizer, found.reader.metadata, found.header, cast=cast))
-        if extra and found.header is not None:
-            saved = json.loads(found.header["extra"])
-            absent = [key for key in extra if key not in saved]
-            if absent and strict:
-                raise ValueError(
-                    f"load(extra=...): the checkpoint has no {absent[0]!r}; it has {', '.join(saved) or 'none'}"
-                )
-        return made[0].check(strict)
-
-    told = together(collectives, check)
-    lists = [list(dict.fromkeys(key for rank in told for key in rank[side])) for side in (0, 1)]
-    return made[0], lists[0], lists[1]
+    Each rank plans for itself: what the others read changes nothing in it.
+    """
+    planner = SafePlanner()
+    try:
+        planner.set_up_planner(targets, found.reader.metadata, is_coordinator=False)
+        found.reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    except OSError as error:
+        raise OSError(error.errno, f"reading {found.path} failed: {error}") from error
+    except Exception as error:  # of whatever kind: the bytes may be any
+        raise CheckpointError(f"reading {found.path} failed: {error}") from error
 
 
-def _own_tensors(found: _Found) -> dict[str, Tensor]:
-    """Where the user's values and the random states go."""
-    return {
-        name: torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-        for name, saved in found.reader.tensors()
-        if name == RANKS or name.startswith(TENSORS)
-    }
+class _User:
+    """The user's objects and values, and the random state.
 
+    Attributes:
+        values: what was saved as `extra`. row: this rank's own, or None.
+    """
 
-def _read(collectives: Collectives, found: _Found, targets: dict[str, Any]) -> dict[str, Any]:
-    """Fill the tensors among the targets, and give back all of them, with the values that are not tensors."""
+    def __init__(self, extra: Mapping[str, Any] | None, per_rank: Mapping[str, Any] | None) -> None:
+        self._extra, self._per_rank = dict(extra or {}), dict(per_rank or {})
+        self.values: dict[str, Any] = {}
+        self.row: dict[str, Any] | None = None
+        self._random: dict[str, Any] | None = None
 
-    def read() -> None:
-        try:
-            # Each rank plans for itself: DCP would take all ranks' plans to rank 0 and back, and change nothing in them.
-            with dcp_is_quiet():
-                load_into(targets, storage_reader=found.reader, planner=SafePlanner(), no_dist=True)
-        except CheckpointException as error:
-            raise_first(error, f"reading {found.path}", alone=True)
+    def read(self, found: _Found, collectives: Collectives, strict: bool) -> None:
+        """What was saved, which nothing takes over yet.
 
-    together(collectives, read, group_for_files(collectives))
-    return targets
-
-
-def _restore(
-    collectives: Collectives,
-    found: _Found,
-    own: dict[str, Tensor],
-    extra: Mapping[str, Any] | None,
-    per_rank: Mapping[str, Any] | None,
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The user's objects and the random state, as they were."""
-    if found.header is None:
-        return {}, None
-    tensors = {int(name.removeprefix(TENSORS)): value for name, value in own.items() if name != RANKS}
-    values: dict[str, Any] = codec.loads(found.header["extra"].encode(), tensors)
-    for name, target in (extra or {}).items():
-        if name in values:
-            target.load_state_dict(values[name])
-    if RANKS not in own:  # what was imported from elsewhere has no random states
-        return values, None
-    rows = own[RANKS]
-    if len(rows) != collectives.world_size:
-        if collectives.rank == 0:
+        Raises:
+            ValueError, TypeError: it does not fit what it is to be restored into.
+        """
+        if found.header is None:
+            return
+        own: dict[str, Tensor] = {
+            name: torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            for name, saved in found.reader.tensors()
+            if name == RANKS or name.startswith(TENSORS)
+        }
+        _fill(found, own)
+        tensors = {int(name.removeprefix(TENSORS)): value for name, value in own.items() if name != RANKS}
+        self.values = codec.loads(found.header["extra"].encode(), tensors)
+        _check_fit("extra", self._extra, self.values, strict)
+        if RANKS not in own:  # what was imported from elsewhere has no random states
+            return
+        rows = own[RANKS]
+        if len(rows) == collectives.world_size:
+            row = codec.loads(rows[collectives.rank].numpy().tobytes())
+            self._random, self.row = row["random"], row["values"]
+            _check_fit("per_rank", self._per_rank, row["values"], strict)
+        elif collectives.rank == 0:
             warnings.warn(
                 f"{found.path} was saved by {len(rows)} ranks and is loaded by {collectives.world_size}: the ranks' random "
                 "states and per_rank are not restored",
-                stacklevel=3,
+                stacklevel=4,
             )
-        return values, None
-    row = codec.loads(rows[collectives.rank].numpy().tobytes())
-    codec.set_random_state(row["random"], collectives.device)
-    for name, target in (per_rank or {}).items():
-        target.load_state_dict(row["values"][name])
-    return values, row["values"]
+
+    def restore(self, collectives: Collectives) -> None:
+        """Everything as it was."""
+        if self._random is not None:
+            codec.set_random_state(self._random, collectives.device)
+        for targets, values in ((self._extra, self.values), (self._per_rank, self.row or {})):
+            for name, target in targets.items():
+                if name in values:
+                    in_place.restore(target, values[name])
+
+
+def _check_fit(option: str, targets: Mapping[str, Any], values: Mapping[str, Any], strict: bool) -> None:
+    for name, target in targets.items():
+        if not in_place.is_kept(target):
+            raise TypeError(
+                f"load({option}=...): {name!r} is a {type(target).__name__}, which cannot be restored in place; expected an "
+                "object with load_state_dict(), a tensor, or a container of them. Plain values are in what load returns"
+            )
+        if name in values:
+            in_place.check(target, values[name], f"load({option}=...): {name!r}")
+        elif strict:
+            raise ValueError(
+                f"load({option}=...): the checkpoint has no {name!r}; it has {', '.join(map(str, values)) or 'none'}"
+            )

@@ -15,17 +15,18 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_by_plan
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from . import codec, directory
-from .agreement import dcp_is_quiet, group_for_files, meet, raise_first, together
+from .agreement import Joint
 from .checksum import crc32
 from .collectives import Collectives
 from .flat_shard import FlatShard
@@ -33,7 +34,7 @@ from .manifest import CheckpointError
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
 from .planning import ShortPlanner
-from .saved_state import to_save
+from .saved_state import Saved
 from .storage import Writer
 
 # Ten steps of a thread's priority: a tenth of the share of one that trains, on a core that both want.
@@ -47,6 +48,7 @@ class Saving:
         self.path = path
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._is_complete = False
 
     @property
     def done(self) -> bool:
@@ -64,13 +66,19 @@ class Saving:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        if not self._is_complete:
+            raise RuntimeError(f"the save to {self.path} failed: {self.path.name} is not complete")
         return self.path
+
+    def _run(self, work: Callable[[], None]) -> None:
+        work()
+        self._is_complete = True
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:
-            _give_way()
             try:
-                work()
+                _give_way()
+                self._run(work)
             except BaseException as error:
                 self._error = error
                 warnings.warn(f"a save in the background failed: {error}", stacklevel=1)
@@ -87,14 +95,18 @@ def _give_way() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
 
 
-_saving: weakref.WeakKeyDictionary[ShardedOptimizer, Saving] = weakref.WeakKeyDictionary()
-_snapshots: weakref.WeakKeyDictionary[ShardedOptimizer, Tensor] = weakref.WeakKeyDictionary()
+_saving: weakref.WeakKeyDictionary[Collectives, Saving] = weakref.WeakKeyDictionary()
+_snapshots: weakref.WeakKeyDictionary[Collectives, Tensor] = weakref.WeakKeyDictionary()
 
 
-def wait_for_save(optimizer: ShardedOptimizer) -> None:
+def wait_for_save(collectives: Collectives) -> None:
     """Wait until what is saved in the background is complete; its error, where it failed, is raised here."""
-    if optimizer in _saving:
-        _saving.pop(optimizer).wait()
+    if collectives in _saving:
+        saving = _saving[collectives]
+        if saving._thread is not None:
+            saving._thread.join()  # an interruption leaves it in the table
+        del _saving[collectives]
+        saving.wait()
 
 
 def save(
@@ -131,46 +143,71 @@ def save(
         ValueError, TypeError: a bad argument; `extra` differs between ranks, or cannot be stored.
         OSError: a file could not be written; the directory's other checkpoints are as they were.
     """
-    _check_types(model, optimizer)
-    wait_for_save(optimizer)
-    collectives = optimizer._collectives
-    collectives.refuse_after_failure()
-    optimizer.refuse_withheld()
-    number = optimizer.steps if step is None else step
-    meet(collectives, f"shardmp.save() of step {number}")
-    made: list[_Values] = []
-
-    def prepare() -> tuple[str, int, dict[str, int]]:
-        optimizer.refuse_between_steps("shardmp.save()")
-        _check_arguments(model, optimizer, number, keep)
-        made.append(_Values(extra, per_rank, collectives))
-        path = str(directory.begin(Path(root), number)) if collectives.rank == 0 else ""
-        return path, len(made[0].row), made[0].digests
-
-    with torch.no_grad():
-        told = together(collectives, prepare)
-        path, values = Path(told[0][0]), made[0]
-        _refuse_differences([digests for _, _, digests in told], path, collectives.rank)
-        width = max(length for _, length, _ in told)
-        state, aliases = to_save(model, optimizer, values.text, values.tensors, values.row, width)
-        if background:
-            state = _snapshot(optimizer, state)
-    writing = _Writing(collectives, path, number, aliases, keep, background)
+    place = directory.named(root, "save(directory)")
+    collectives = _collectives_of(model, optimizer)
+    wait_for_save(collectives)
+    doing = f"shardmp.save() of step {optimizer.steps if step is None else step}"
+    collectives.at(doing)
+    with Joint(collectives, doing) as joint, torch.no_grad():
+        collectives.refuse_after_failure()
+        optimizer.refuse_withheld()
+        path, state, aliases = _prepared(joint, place, model, optimizer, step, extra, per_rank, keep, background)
+    writing = _Writing(collectives, path, doing, aliases, keep, background)
     saving = Saving(writing.final)
     if background:
+        _saving[collectives] = saving
         saving._start(lambda: writing.run(state))
-        _saving[optimizer] = saving
     else:
-        writing.run(state)
+        saving._run(lambda: writing.run(state))
     return saving
 
 
-def _check_types(model: Any, optimizer: Any) -> None:
+def _collectives_of(model: Any, optimizer: Any) -> Collectives:
     if not isinstance(model, ShardedModule) or not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
             f"expected the model and the optimizer that shard() returned, got {type(model).__name__} and "
             f"{type(optimizer).__name__}"
         )
+    return optimizer._collectives
+
+
+def _prepared(
+    joint: Joint,
+    root: Path,
+    model: ShardedModule,
+    optimizer: ShardedOptimizer,
+    step: int | None,
+    extra: Mapping[str, Any] | None,
+    per_rank: Mapping[str, Any] | None,
+    keep: int | None,
+    background: bool,
+) -> tuple[Path, dict[str, Any], dict[str, str]]:
+    """(where to write, what, the tied names), when all ranks have found that they can."""
+    collectives = optimizer._collectives
+    number = optimizer.steps if step is None else step
+    made: list[Saved] = []
+    copies: list[dict[str, Any]] = []
+
+    def check() -> tuple[int, dict[str, int]]:
+        optimizer.refuse_between_steps("shardmp.save()")
+        _check_arguments(model, optimizer, number, keep)
+        values = _states_of(extra)
+        digests = {key: _checksum(value, f"extra[{key!r}]") for key, value in values.items()}
+        own = {"random": codec.random_state(collectives.device), "values": _states_of(per_rank)}
+        made.append(Saved(model, optimizer, values, codec.dumps(own, "per_rank")))
+        return made[0].row_length, digests
+
+    told = joint.together(check)
+    _refuse_differences([digests for _, digests in told])
+    saved = made[0]
+
+    def begin() -> str:
+        saved.add_row(max(length for length, _ in told))
+        copies.append(_snapshot(collectives, saved.state) if background else saved.state)
+        return str(directory.begin(root, number, joint.at)) if joint.rank == 0 else ""
+
+    path = Path(joint.together(begin)[0])
+    return path, copies[0], saved.aliases
 
 
 def _check_arguments(model: ShardedModule, optimizer: ShardedOptimizer, step: Any, keep: Any) -> None:
@@ -188,24 +225,6 @@ def _check_arguments(model: ShardedModule, optimizer: ShardedOptimizer, step: An
         )
 
 
-class _Values:
-    """What the user adds, and the random state, as bytes.
-
-    Attributes:
-        text, tensors: `extra`. digests: a checksum of each of its values. row: this rank's own.
-    """
-
-    def __init__(
-        self, extra: Mapping[str, Any] | None, per_rank: Mapping[str, Any] | None, collectives: Collectives
-    ) -> None:
-        values = _states_of(extra)
-        self.tensors: list[Tensor] = []
-        self.text = codec.dumps(values, "extra", self.tensors)
-        self.digests = {key: _checksum(value, f"extra[{key!r}]") for key, value in values.items()}
-        own = {"random": codec.random_state(collectives.device), "values": _states_of(per_rank)}
-        self.row = codec.dumps(own, "per_rank")
-
-
 def _states_of(values: Mapping[str, Any] | None) -> dict[str, Any]:
     """Objects are saved by their `state_dict`, values as they are."""
     return {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in (values or {}).items()}
@@ -219,12 +238,11 @@ def _checksum(value: Any, where: str) -> int:
     return crc
 
 
-def _refuse_differences(told: Sequence[Mapping[str, int]], path: Path, rank: int) -> None:
+def _refuse_differences(told: Sequence[Mapping[str, int]]) -> None:
+    """Raises on every rank: all were told the same."""
     for other, digests in enumerate(told):
         different = [key for key in {**told[0], **digests} if told[0].get(key) != digests.get(key)]
         if different:
-            if rank == 0:
-                directory.drop(path)
             raise ValueError(
                 f"save(extra=...): {different[0]!r} differs between rank 0 and rank {other}; what each rank has of its own "
                 "goes into per_rank"
@@ -232,79 +250,93 @@ def _refuse_differences(told: Sequence[Mapping[str, int]], path: Path, rank: int
 
 
 class _Writing:
-    """The collective part of a save that may run in a thread: it uses a process group of its own."""
+    """The part of a save that may run in a thread."""
 
     def __init__(
         self,
         collectives: Collectives,
         path: Path,
-        step: int,
+        doing: str,
         aliases: Mapping[str, str],
         keep: int | None,
         background: bool,
     ) -> None:
         self.final = directory.committed(path)
-        self._collectives = collectives
-        self._group = group_for_files(collectives)
         self._path = path
         self._keep = keep
+        step = directory.step_of(self.final)
         about = {
             "step": step,
             "ranks": collectives.world_size,
             "torch": torch.__version__,
             "shardmp": version("shardmp"),
         }
-        self._writer = Writer(path, aliases, about, past_cache=background)
+        # Made here, since all ranks must make such things in one order: the thread comes when it comes.
+        self._joint = Joint(collectives, f"{doing} in the background" if background else doing)
+        self._writer = Writer(path, aliases, about, past_cache=background, joint=self._joint)
 
     def run(self, state: dict[str, Any]) -> None:
         """Write, and make it complete.
 
         Raises:
             OSError, CheckpointError: a rank could not write; on every rank.
+            RuntimeError: a rank is gone, or waits for its disk without end.
         """
-        first = self._collectives.rank == 0
-        group, self._group = self._group, None
-        try:
-            # The filters, which all threads share, are left as they are where there is nothing to filter.
-            with dcp_is_quiet() if group is None else contextlib.nullcontext():
-                save_by_plan(
-                    state,
-                    storage_writer=self._writer,
-                    planner=ShortPlanner(),
-                    process_group=group,
-                    no_dist=group is None,
-                )
-        except CheckpointException as error:
-            if first:
-                directory.drop(self._path)
-            raise_first(error, f"writing {self.final}")
-        except RuntimeError as error:
-            self._collectives.poison(f"shardmp.save() to {self.final}")
-            raise CheckpointError(f"writing {self.final} failed: a rank is gone or does not answer: {error}") from error
-        if first and self._keep is not None:
+        with self._joint as joint:
             try:
-                directory.keep_newest(self.final.parent, self._keep)
-            except OSError as error:  # the new checkpoint is complete all the same
-                warnings.warn(f"old checkpoints were not removed: {error}", stacklevel=2)
+                told = joint.together(lambda: self._write(state), for_first=True)
+                joint.together(lambda: self._finish(told) if joint.rank == 0 else None)
+            except BaseException:
+                if joint.rank == 0:
+                    directory.drop(self._path)
+                raise
+
+    def _write(self, state: dict[str, Any]) -> tuple[SavePlan, list[WriteResult]]:
+        """This rank's file; what stands in it."""
+        planner = ShortPlanner()
+        planner.set_up_planner(state, is_coordinator=self._joint.rank == 0)
+        plan = planner.create_local_plan()
+        file = replace(plan, storage_data=self._writer.file_name(self._joint.rank))
+        with self._named(f"writing {self.final} failed on rank {self._joint.rank}"):
+            return plan, self._writer.write_data(planner.finish_plan(file), planner).value()
+
+    def _finish(self, told: Sequence[tuple[SavePlan, list[WriteResult]]]) -> None:
+        """On rank 0: the tables, and the name of a complete checkpoint; then what is older may go."""
+        with self._named(f"completing {self.final} failed on rank 0"):
+            _, metadata = ShortPlanner().create_global_plan([plan for plan, _ in told])
+            self._writer.finish(metadata, [written for _, written in told])
+        if self._keep is not None:
+            directory.keep_newest(self.final.parent, self._keep, self._joint.at)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _named(doing: str) -> Iterator[None]:
+        """Errors say what was written, and on which rank."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, f"{doing}: {error}") from error
+        except Exception as error:
+            raise CheckpointError(f"{doing}: {error}") from error
 
 
-def _snapshot(optimizer: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _snapshot(collectives: Collectives, state: dict[str, Any]) -> dict[str, Any]:
     """All tensors of `state`, copied into one buffer on the host, which is kept: fresh memory costs more than the copy."""
     tensors = list(_tensors(state))
     starts, size = [], 0
     for tensor in tensors:
         starts.append(size)
         size += -(-tensor.nbytes // 64) * 64
-    on_gpu = optimizer._collectives.device.type == "cuda"
-    buffer = _snapshots.get(optimizer)
+    on_gpu = collectives.device.type == "cuda"
+    buffer = _snapshots.get(collectives)
     if buffer is None or buffer.numel() < size:
-        buffer = _snapshots[optimizer] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        buffer = _snapshots[collectives] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
     copies: dict[int, Tensor] = {}
     for tensor, start in zip(tensors, starts, strict=True):
         copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         copies[id(tensor)] = copy.copy_(tensor, non_blocking=True)
     if on_gpu:
-        torch.cuda.synchronize(optimizer._collectives.device)
+        torch.cuda.synchronize(collectives.device)
     return _replaced(state, copies)
 
 

@@ -35,6 +35,19 @@ from .manifest import MANIFEST, METADATA, STRETCH, CheckpointError, Manifest, Re
 from .new_file import NewFile
 from .regular_files import opened
 
+_SIGN = 2**26  # bytes of one tensor after which a writer says that it goes on
+
+
+class Told:
+    """Who is told where a rank is: nobody, where it is alone with its files."""
+
+    def at(self, place: str) -> None:
+        """It is there now."""
+
+    def moved(self) -> None:
+        """It has got on."""
+
+
 # -- writing
 
 
@@ -56,9 +69,18 @@ class Writer(StorageWriter):
         aliases: further names of tensors, by the name under which they are written (tied parameters).
         about: the manifest's other entries.
         past_cache: write what takes the least CPU time, not what is done soonest: see new_file.py.
+        joint: is told which file this rank is at.
     """
 
-    def __init__(self, path: Path, aliases: Mapping[str, str], about: Mapping[str, Any], past_cache: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        aliases: Mapping[str, str],
+        about: Mapping[str, Any],
+        past_cache: bool,
+        joint: Told | None = None,
+    ) -> None:
+        self._joint = joint or Told()
         self.path = path
         self._aliases = aliases
         self._about = about
@@ -75,19 +97,26 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """A file for each rank, named as DCP's own writer does."""
-        return [replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
+        """A file for each rank."""
+        return [replace(plan, storage_data=self.file_name(rank)) for rank, plan in enumerate(plans)]
+
+    @staticmethod
+    def file_name(rank: int) -> str:
+        """A rank's file, named as DCP's own writer does."""
+        return f"__{rank}_0.distcp"
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write this rank's items into its file, one after the other, and sync it."""
         written = _Written(plan.storage_data, [])
         size = 0
         if plan.items:
+            self._joint.at(f"writing {self.path / written.file}")
             with NewFile(self.path / written.file, self._past_cache) as file:
                 for item in plan.items:
-                    record = _write_item(file, item, planner.resolve_data(item))
+                    record = _write_item(file, item, planner.resolve_data(item), self._joint)
                     where = None if item.index.offset is None else tuple(item.index.offset)
                     written.items.append((item.index.fqn, where, record.values))
+                self._joint.at(f"syncing {self.path / written.file}")
                 file.finish()
                 size = file.size
         done: Future[list[WriteResult]] = Future()
@@ -113,10 +142,12 @@ class Writer(StorageWriter):
         sizes[METADATA] = len(content)
         manifest = Manifest(metadata_crc=crc32(content), files=sizes, records=records, **self._about)
         for file_name, text in ((METADATA, content), (MANIFEST, manifest.dump())):
+            self._joint.at(f"writing {self.path / file_name}")
             with (self.path / file_name).open("xb") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+        self._joint.at(f"completing {directory.committed(self.path)}")
         directory.commit(self.path)
 
     def _add_aliases(self, metadata: Metadata) -> None:
@@ -134,7 +165,7 @@ class Writer(StorageWriter):
         return True
 
 
-def _write_item(file: NewFile, item: WriteItem, value: Tensor | io.BytesIO) -> Record:
+def _write_item(file: NewFile, item: WriteItem, value: Tensor | io.BytesIO, joint: Told) -> Record:
     offset = file.size
     if isinstance(value, Tensor):
         value = value.detach().cpu()
@@ -142,14 +173,18 @@ def _write_item(file: NewFile, item: WriteItem, value: Tensor | io.BytesIO) -> R
             data = _bytes_of(value.contiguous())
             crc = crc32(data)
             head, tail = container.wrap(value.dtype, value.shape, crc)
-            for part in (head, data, tail):
-                file.write(part)
+            file.write(head)
+            for at in range(0, len(data), _SIGN):
+                file.write(data[at : at + _SIGN])
+                joint.moved()
+            file.write(tail)
             return Record(offset, len(head), len(data), len(tail), crc32(tail, crc32(head)), crc)
         stream = io.BytesIO()
         torch.save(value.clone(), stream)
         value = stream
     blob = value.getbuffer()
     file.write(blob)
+    joint.moved()
     return Record(offset, len(blob), 0, 0, crc32(blob), 0)
 
 
@@ -165,8 +200,9 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 class Reader(StorageReader):
     """Reads a checkpoint; of one that plain DCP has written there is no manifest, and nothing is compared."""
 
-    def __init__(self, path: Path, metadata: Metadata, manifest: Manifest | None) -> None:
+    def __init__(self, path: Path, metadata: Metadata, manifest: Manifest | None, joint: Told | None = None) -> None:
         self.path = path
+        self._joint = joint or Told()
         self.metadata = metadata
         self._records: dict[tuple[str, int], Record] = {}
         for name, records in manifest.records.items() if manifest else ():
@@ -217,6 +253,7 @@ class Reader(StorageReader):
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
+        self._joint.at(f"reading {self.path / name}")
         try:
             with opened(self.path / name) as descriptor:
                 yield descriptor
@@ -317,9 +354,24 @@ class Reader(StorageReader):
             count = os.preadv(descriptor, [part[:STRETCH]], offset)
             if not count:
                 raise CheckpointError(f"{self._where(index)}: the file ends before")
+            self._joint.moved()
             crc = crc32(part[:count], crc)
             part, offset = part[count:], offset + count
         return crc
+
+    def read_value(self, name: str) -> Any:
+        """A value that is not a tensor; tensors and plain values alone are unpickled.
+
+        Raises:
+            CheckpointError: it is not as it was written.
+        """
+        index = MetadataIndex(name)
+        with self._opened(self._place(index)[0]) as descriptor:
+            blob = self._blob(descriptor, index)
+        try:
+            return read_archive(blob)
+        except ValueError as error:
+            raise CheckpointError(f"{self._where(index)} was not read: {error}") from None
 
     def read_tensor(self, name: str) -> Tensor:
         """One whole tensor, from all the boxes that it was written in."""

@@ -8,21 +8,26 @@ Invariant: everything is checked by name, shape and dtype before anything is cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from . import codec
 from .flat_shard import FlatShard
 from .layout import Piece
 from .module import ShardedModule
 from .optimizer import ShardedOptimizer
-from .saved_state import Weights
+from .optimizer_families import OF_THE_CLASS, check_class, match_groups
+from .saved_state import TENSORS, Weights, groups_by_name, plain_name
+from .storage import Reader
 
 # How a group's update is computed is this machine's matter, not the checkpoint's.
 _KERNELS = {"fused", "foreach", "capturable", "differentiable", "params", "param_names"}
+_GROUPS, _STATES = "optim.param_groups.", "optim.state."
 
 
 class Targets:
@@ -39,7 +44,7 @@ class Targets:
         self,
         model: ShardedModule,
         optimizer: ShardedOptimizer | None,
-        metadata: Metadata,
+        reader: Reader,
         header: dict[str, Any] | None,
         *,
         cast: bool,
@@ -47,18 +52,23 @@ class Targets:
         self._optimizer = optimizer
         self._parameters = model._parameters_
         self._model = model
-        self._saved = metadata.state_dict_metadata
+        self._reader = reader
+        self._saved = reader.metadata.state_dict_metadata
+        # Also of a run whose model was wrapped otherwise: names are compared as they are without wrappers.
+        self._by_name = {plain_name(name): name for name in self._saved}
         self._header = header
         self._cast = cast
         self._weights = Weights.of(model)
         self._prefix = self._find_prefix()
+        self._group_of: dict[int, int] = {}  # by the group's number in the checkpoint
+        self._modules: dict[str, Any] = {}  # extra state that is no tensor, by its key
         self._states: dict[Piece, tuple[dict[str, Tensor], dict[str, Any]]] = {}
         self.targets: dict[str, Any] = {}
 
     def _find_prefix(self) -> str:
         """Most checkpoints have the model under "model."; one of a model alone may not."""
         keys = self._weights.keys()
-        return max(("model.", ""), key=lambda prefix: sum(prefix + key in self._saved for key in keys))
+        return max(("model.", ""), key=lambda prefix: sum(prefix + key in self._by_name for key in keys))
 
     # -- checks, which change nothing
 
@@ -71,16 +81,18 @@ class Targets:
         """
         weights = self._weights
         keys = set(weights.keys())
-        there = {key for key in keys if self._source(key) is not None}
+        self._read_modules()
+        there = {key for key in keys if key in self._modules or self._source(key) is not None}
         missing = sorted(keys - there)
         others = ("optim.", "shardmp.") if not self._prefix else ()
         unexpected = sorted(
             name.removeprefix(self._prefix)
-            for name in self._saved
+            for name in self._by_name
             if name.startswith(self._prefix)
             and not name.startswith(others)
             and name.removeprefix(self._prefix) not in keys
         )
+        unexpected += sorted(set(self._saved_modules) - keys)
         if keys and not there:
             raise ValueError(
                 f"no key of the model is in the checkpoint; the model has {_some(sorted(keys))}, the checkpoint "
@@ -104,9 +116,28 @@ class Targets:
         aliases = self._weights.aliases
         name = aliases.get(key, key)
         for one in (name, key, *(alias for alias, canonical in aliases.items() if canonical == name)):
-            if self._prefix + one in self._saved:
-                return self._prefix + one
+            if self._prefix + one in self._by_name:
+                return self._by_name[self._prefix + one]
         return None
+
+    @property
+    def _saved_modules(self) -> dict[str, str]:
+        return (self._header or {}).get("modules", {})
+
+    def _read_modules(self) -> None:
+        """Extra state that is not one tensor: it is made before anything is changed."""
+        reader = self._reader
+
+        class Tensors(dict[int, Tensor]):
+            def __bool__(self) -> bool:
+                return True
+
+            def __missing__(self, number: int) -> Tensor:
+                return reader.read_tensor(f"{TENSORS}{number}")
+
+        for key, text in self._saved_modules.items():
+            if key in self._weights.extra:
+                self._modules[key] = codec.loads(text.encode(), Tensors())
 
     def _check_tensor(self, name: str | None, shape: torch.Size, dtype: torch.dtype | None) -> None:
         if name is None:
@@ -122,14 +153,26 @@ class Targets:
             raise TypeError(f"{name}: expected {dtype}, the checkpoint has {found} (cast=True converts)")
 
     def _check_optimizer(self, optimizer: ShardedOptimizer) -> list[str]:
-        """Names of optimizer state that the checkpoint should have and has not."""
+        """Names of optimizer state that the checkpoint should have and has not: each rank looks at its own pieces'."""
         self._check_groups(optimizer)
+        if self._header is not None:
+            saved_class, own_class = self._header["optimizer"], type(optimizer._original).__name__
+            check_class(saved_class, own_class)
+            if saved_class != own_class and self._model._collectives.rank == 0:
+                warnings.warn(
+                    f"the checkpoint has the state of {saved_class}, the optimizer is {own_class}: state and options are taken "
+                    f"over, but weights decay as in {own_class}",
+                    stacklevel=5,
+                )
         states = self._saved_states()
-        expected = self._expected_keys(optimizer)
-        own_class = type(optimizer._original).__name__
+        expected = {
+            piece.param: {key: value.dtype for key, value in flat.items()} | dict.fromkeys(rest)
+            for piece, flat, rest in optimizer._update.piece_states()
+        }
         missing = []
-        for index, name in enumerate(optimizer._names):
+        for index, name in enumerate(self._weights.names):
             found = states.get(name, {})
+            own = expected.get(index, {})
             for key, full in found.items():
                 saved = self._saved[full]
                 shape = optimizer._shapes[index]
@@ -137,24 +180,12 @@ class Targets:
                     raise ValueError(
                         f"{full}: expected shape {tuple(shape)} or (), the checkpoint has {tuple(saved.size)}"
                     )
-                if key in expected and isinstance(saved, TensorStorageMetadata):
-                    self._check_tensor(full, saved.size, expected[key])
+                if key in own and isinstance(saved, TensorStorageMetadata):
+                    self._check_tensor(full, saved.size, own[key])
             # Of our own checkpoint a parameter without state never had one.
-            if optimizer._shapes[index].numel() and (found or self._header is None):
-                missing += [f"optim.state.{name}.{key}" for key in expected if key not in found]
-        if self._header is not None and self._header["optimizer"] != own_class and not (expected and not missing):
-            raise ValueError(
-                f"the checkpoint has the state of {self._header['optimizer']}, the optimizer is {own_class}; load weights "
-                "alone with shardmp.load(directory, model)"
-            )
+            if found or self._header is None:
+                missing += [f"{_STATES}{name}.{key}" for key in own if key not in found]
         return missing
-
-    def _expected_keys(self, optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:
-        """The state that every parameter has, as far as it exists: step counts' dtypes are the class's matter."""
-        found: dict[str, torch.dtype | None] = {}
-        for _, flat, rest in optimizer._update.piece_states():
-            found.update({key: value.dtype for key, value in flat.items()} | dict.fromkeys(rest))
-        return found
 
     def _check_groups(self, optimizer: ShardedOptimizer) -> None:
         if not any(name.startswith("optim.") for name in self._saved):
@@ -162,19 +193,30 @@ class Targets:
                 "the checkpoint has no optimizer (no name begins with 'optim.'); load weights alone with "
                 "shardmp.load(directory, model)"
             )
-        saved = {name.split(".")[2] for name in self._saved if name.startswith("optim.param_groups.")}
+        saved = {int(name.split(".")[2]) for name in self._saved if name.startswith(_GROUPS)}
         if saved and len(saved) != len(optimizer.param_groups):
             raise ValueError(
                 f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(saved)}"
             )
+        members = {}
+        for number in sorted(saved):
+            full = f"{_GROUPS}{number}.params"
+            names = self._reader.read_value(full) if full in self._saved else []
+            members[number] = [self._canonical(name) for name in names if isinstance(name, str)]
+        self._group_of = match_groups(groups_by_name(self._model, optimizer), members)
+
+    def _canonical(self, name: str) -> str:
+        """A saved name of a parameter, as it is called here: of tied ones that under which it is saved."""
+        plain = plain_name(name)
+        return self._weights.aliases.get(plain, plain)
 
     def _saved_states(self) -> dict[str, dict[str, str]]:
         """By parameter and key, the full name in the checkpoint."""
         found: dict[str, dict[str, str]] = {}
         for full in self._saved:
-            if full.startswith("optim.state."):
-                name, _, key = full.removeprefix("optim.state.").rpartition(".")
-                found.setdefault(self._weights.aliases.get(name, name), {})[key] = full
+            if full.startswith(_STATES):
+                name, _, key = full.removeprefix(_STATES).rpartition(".")
+                found.setdefault(self._canonical(name), {})[key] = full
         return found
 
     # -- targets
@@ -185,10 +227,14 @@ class Targets:
             source = self._source(key)
             if source is not None:
                 self.targets[source] = value
+        for key in self._weights.extra:
+            source = self._source(key)
+            if source is not None:
+                self.targets[source] = self._placeholder(source)
         if self._optimizer is not None:
             self._prepare_states(self._optimizer)
             for name in self._saved:
-                if name.startswith("optim.param_groups."):
+                if name.startswith(_GROUPS):
                     self.targets[name] = self._placeholder(name)
 
     def _placeholder(self, name: str) -> Tensor | None:
@@ -201,7 +247,7 @@ class Targets:
         saved = self._saved_states()
         device = self._model._collectives.device
         for piece, flat, _ in optimizer._update.piece_states():
-            name, shape = optimizer._names[piece.param], optimizer._shapes[piece.param]
+            name, shape = self._weights.names[piece.param], optimizer._shapes[piece.param]
             own: dict[str, Tensor] = {}
             rest: dict[str, Any] = {}
             for key, full in saved.get(name, {}).items():
@@ -221,26 +267,31 @@ class Targets:
 
     # -- after the read
 
-    def apply(self, read: Mapping[str, Any]) -> None:
-        """The targets hold what was read: let every rank have the masters' rounding, the optimizer its state.
-
-        Args:
-            read: the targets again, with the values that are not tensors.
-        """
+    def publish(self) -> None:
+        """The masters are read: let every rank have their rounding. Collective."""
         parameters = self._parameters
         for index in reversed(range(len(parameters.buckets))):
             parameters.publish(index)
         parameters.finish_publishing()
         parameters.all_ready()
         parameters.note_versions()
+
+    def take_over(self) -> None:
+        """The targets hold what was read: let modules and the optimizer have their state."""
+        for key, module in self._weights.extra.items():
+            source = self._source(key)
+            if key in self._modules:
+                module.set_extra_state(self._modules[key])
+            elif source is not None:
+                module.set_extra_state(self.targets[source])
         if self._optimizer is None:
             return
         states = {
-            piece: (flat, {key: read[full] for key, full in rest.items()})
+            piece: (flat, {key: self.targets[full] for key, full in rest.items()})
             for piece, (flat, rest) in self._states.items()
         }
         self._optimizer._update.set_states(states)
-        for number, key, value in _group_values(read):
+        for number, key, value in self._group_values():
             group = self._optimizer.param_groups[number]
             if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
                 group[key].copy_(value)
@@ -249,13 +300,17 @@ class Targets:
         if self._header is not None:
             self._optimizer.load_counters(self._header["counters"])
 
-
-def _group_values(read: Mapping[str, Any]) -> Iterator[tuple[int, str, Any]]:
-    for name, value in read.items():
-        if name.startswith("optim.param_groups."):
-            number, _, key = name.removeprefix("optim.param_groups.").partition(".")
-            if key not in _KERNELS:
-                yield int(number), key, value
+    def _group_values(self) -> Iterator[tuple[int, str, Any]]:
+        """(number of the group here, option, value)."""
+        assert self._optimizer is not None
+        own = type(self._optimizer._original).__name__
+        is_same = own == (self._header or {}).get("optimizer", own) and own != "AdamW"
+        kept = _KERNELS if is_same else _KERNELS | OF_THE_CLASS
+        for name, value in self.targets.items():
+            if name.startswith(_GROUPS):
+                number, _, key = name.removeprefix(_GROUPS).partition(".")
+                if key not in kept and int(number) in self._group_of:
+                    yield self._group_of[int(number)], key, value
 
 
 def _some(names: Sequence[str]) -> str:
