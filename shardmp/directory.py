@@ -99,7 +99,7 @@ def commit(path: Path) -> Path:
         sync_directory(root)
         os.replace(pointer, root / LATEST)
         sync_directory(root)
-    except OSError:
+    except BaseException:
         if _pointed(root) != final:
             with contextlib.suppress(OSError):
                 os.rename(final, path)

@@ -130,7 +130,7 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
     modules = {plain_name(name): inner for name, inner in module.named_modules(remove_duplicate=False)}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     named = {plain_name(name): value for name, value in tensors}
-    known = {id(value) for _, value in tensors}
+    name_of = {id(value): plain_name(name) for name, value in reversed(tensors)}
     for key, value in module.state_dict(keep_vars=True).items():
         plain = plain_name(key)
         owner, _, last = plain.rpartition(".")
@@ -141,10 +141,10 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
                     "set_extra_state(): what is saved could not be restored"
                 )
             yield plain, modules[owner]
-        elif id(value) in known:
-            yield plain, value
         elif plain in named:
             yield plain, named[plain]
+        elif id(value) in name_of:  # under a name of a hook's own
+            yield name_of[id(value)], value
         else:
             raise TypeError(
                 f"model: {key} in its state_dict is a {type(value).__name__} that is no parameter, buffer or extra state "

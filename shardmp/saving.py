@@ -287,7 +287,7 @@ class _Writing:
                 told = joint.together(lambda: self._write(state), for_first=True)
                 joint.together(lambda: self._finish(told) if joint.rank == 0 else None)
             except BaseException:
-                if joint.rank == 0:
+                if joint.rank == 0 and joint.is_agreed:  # nobody writes any more
                     directory.drop(self._path)
                 raise
 
