@@ -112,7 +112,9 @@ def load(
 
 
 _MIXED = "shardmp.load() failed half-way, and weights are mixed: load another checkpoint"
-_MIXED_WITH_STATE = "shardmp.load() failed half-way, and weights and optimizer state are mixed: load another checkpoint, optimizer included"
+_MIXED_WITH_STATE = (
+    "shardmp.load() failed half-way, and weights and moments are mixed: load another checkpoint, with the optimizer"
+)
 
 
 def _load(

@@ -261,7 +261,7 @@ def test_d10_adams_checkpoint_in_adamw_goes_on_as_in_torch(ranks: int, tmp_path:
     second = torch.optim.AdamW([parameter], 0.5, weight_decay=0.5)
     second.load_state_dict(first.state_dict())
     second.step()
-    for found, warned in run_ranks(adam_into_adamw, ranks, tmp_path):
+    for found, _ in run_ranks(adam_into_adamw, ranks, tmp_path):
         assert torch.allclose(found, parameter.detach(), rtol=0, atol=1e-6)
         assert found[0].item() == pytest.approx(-0.110176, abs=1e-5)
     told = run_ranks(adam_into_adamw, 1, tmp_path / "again")[0][1]
@@ -474,7 +474,7 @@ def half_way(root: Path, kind: type[BaseException]) -> tuple[str, str]:
     thing = Raising(1, kind)
     shardmp.save(root, model, optimizer, extra={"thing": thing})
     step(model, optimizer)
-    with pytest.raises(BaseException) as caught:  # noqa: PT011
+    with pytest.raises(BaseException) as caught:
         shardmp.load(root, model, optimizer, extra={"thing": thing})
     for refused_call in (
         lambda: step(model, optimizer),
