@@ -1,6 +1,6 @@
 """What this process knows of its host and of itself, as plain data.
 
-Owns:      which facts matter to a training: versions, processor, GPU, limits, interfaces, variables; and what is hidden.
+Owns:      which facts matter to a training: versions, processor, GPU, limits, interfaces, variables.
 Takes:     nothing but /proc, /sys, the environment, and what torch says of itself.
 Gives:     dictionaries of JSON's types, for `shardmp doctor` and `shardmp env`.
 Invariant: no process is started, no network is touched, and a file that a system lacks is a fact that is left out.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import network
+from . import hidden, network
 from .launcher import detect
 
 # Of the processor's flags, those that decide how fast 16-bit products are, or whether torch's kernels run at all.
@@ -33,7 +33,7 @@ CPU_FEATURES = (
 )
 # Variables that a report shows: launchers', and those that change what torch, NCCL and gloo do.
 _SHOWN = re.compile(
-    r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCH|PYTORCH_|PET_|OMPI_COMM_|OMPI_MCA_|PRTE_|PMI_|MPI_|MV2_|SLURM_|"
+    r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCH|PYTORCH_|PET_|OMPI_COMM_|OMPI_MCA_|PRTE_|PMIX?_|MPI_|MV2_|SLURM_|FLUX_|HOROVOD_|JSM_|PALS_|ALPS_|"
     r"KUBERNETES_SERVICE_|NCCL_|GLOO_|TP_|UCX_|FI_|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|OMP_|MKL_|OPENBLAS_|KMP_|"
     r"GOMP_|MALLOC_|GLIBC_|LD_PRELOAD|LD_LIBRARY_PATH|PYTHON|VIRTUAL_ENV|CONDA_PREFIX|SHARDMP_).*"
 )
@@ -42,8 +42,6 @@ _ALIKE = re.compile(
     r"(NCCL_|TORCH_NCCL_|TORCH_DISTRIBUTED_|GLOO_|UCX_|FI_|CUBLAS_|CUDNN_|NVIDIA_TF32|PYTORCH_|OMP_|MKL_|OPENBLAS_|KMP_|"
     r"GOMP_|CUDA_LAUNCH_|CUDA_DEVICE_MAX_|MALLOC_|LD_PRELOAD|PYTHONHASHSEED|PYTHONOPTIMIZE).*"
 )
-_SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|PRIVATE|AUTH|API_?KEY|ACCESS_?KEY|COOKIE", re.IGNORECASE)
-_HIDDEN = "(set, not shown)"
 
 
 def facts() -> dict[str, Any]:
@@ -105,7 +103,7 @@ def launcher() -> str:
     try:
         found = detect(os.environ)
     except ValueError as mistake:
-        return f"none that makes sense: {mistake}"
+        return f"none that makes sense: {hidden.without_secrets(str(mistake))}"
     if found.launcher == "alone":
         return "none: one rank alone"
     return f"{found.launcher}, rank {found.rank} of {found.world_size}"
@@ -200,13 +198,7 @@ def ports() -> list[int] | None:
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that matter, without what looks like a secret."""
-    return {name: _shown(name, value) for name, value in sorted(environ.items()) if _SHOWN.fullmatch(name)}
-
-
-def _shown(name: str, value: str) -> str:
-    if _SECRET.search(name):
-        return _HIDDEN
-    return re.sub(r"(://)[^/@\s]+@", rf"\1{_HIDDEN}@", value)  # a password in an address
+    return {name: hidden.shown(name, value) for name, value in sorted(environ.items()) if _SHOWN.fullmatch(name)}
 
 
 def alike(environment: Mapping[str, str]) -> dict[str, str]:

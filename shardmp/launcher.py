@@ -6,17 +6,21 @@ Gives:     a frozen `Launched`.
 Invariant: pure: no network, no torch, no process; the same mapping gives the same answer.
 
 [Note: the order] torchrun, then RANK and WORLD_SIZE set by hand or by Kubeflow's PyTorchJob, then Open MPI, MPICH (and
-what descends from it), a Slurm step, Kubeflow's TrainJob, and one rank alone. torchrun comes first because it is often
-itself started by mpirun or srun, whose variables then count nodes. A Slurm job is a launcher only inside a step: in the
-batch script itself SLURM_PROCID is 0 and SLURM_NTASKS is N, and N is a wish.
+what descends from it), Flux, Horovod, jsrun, a Slurm step, Kubeflow's TrainJob, and one rank alone. torchrun comes first
+because it is often itself started by mpirun or srun, whose variables then count nodes; Flux, Horovod and jsrun come before
+Slurm because they may run inside a Slurm step and inherit its variables. A Slurm job is a launcher only inside a step: in
+the batch script itself SLURM_PROCID is 0 and SLURM_NTASKS is N, and N is a wish. Launchers that say a rank but no size
+(PMIx, PALS, ALPS) are an error where nobody else says more: each of their processes would train alone.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Name, then the variables for rank, size, local rank, local size.
@@ -25,6 +29,41 @@ _MPI = (
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("MPICH", *(f"MV2_COMM_WORLD_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
 )
+
+
+class _Plain(NamedTuple):
+    """A launcher that starts ranks without MPI, and its variables; `job`: what tells this job from others, on each rank."""
+
+    launcher: str
+    command: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        return self.rank, self.size, self.local_rank, self.local_size
+
+
+_PLAIN = (
+    _Plain("Flux", "flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", ("FLUX_JOB_ID",)),
+    _Plain(
+        "Horovod",
+        "horovodrun",
+        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+        ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    ),
+    _Plain(
+        "jsrun",
+        "jsrun",
+        *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+        ("LSB_JOBID", "JSM_NAMESPACE_ID"),
+    ),
+)
+# Launchers whose variables say a rank, and never of how many.
+_SIZELESS = (("PMIx", "PMIX_RANK"), ("PALS", "PALS_RANKID"), ("ALPS", "ALPS_APP_PE"))
 _FIRST_SPECIAL_STEP = 4294967290  # Slurm's numbers for "interactive", "batch" and "extern": no step of srun's
 
 
@@ -32,7 +71,9 @@ _FIRST_SPECIAL_STEP = 4294967290  # Slurm's numbers for "interactive", "batch" a
 class Launched:
     """One process of a job. `master` is None where no variable says where rank 0 is, and for one rank alone."""
 
-    launcher: str  # "torchrun", "Open MPI", "MPICH", "Slurm", "Kubeflow", "environment", "alone"
+    launcher: (
+        str  # "torchrun", "Open MPI", "MPICH", "Flux", "Horovod", "jsrun", "Slurm", "Kubeflow", "environment", "alone"
+    )
     rank: int
     world_size: int
     local_rank: int
@@ -56,13 +97,16 @@ def detect(environ: Mapping[str, str]) -> Launched:
 
     Raises:
         ValueError: variables that are set by halves, are not numbers, or contradict each other; a batch script that
-            forgot srun. The message names them and the cure.
+            forgot srun; a launcher that says a rank and no size, or not where rank 0 is. The message names them and the
+            cure.
     """
     found = {name for name in _TORCH if environ.get(name)}
-    scheduled = _mpi(environ) or _slurm(environ)
+    if found & {"RANK", "WORLD_SIZE"} and environ.get("TORCHELASTIC_RUN_ID"):
+        return _explicit(environ, found)
+    scheduled = _mpi(environ) or _plain(environ, lacks_master=len(found) < len(_TORCH)) or _slurm(environ)
     if found & {"RANK", "WORLD_SIZE"}:
         alone = scheduled is not None and scheduled.world_size == 1 and found >= {"RANK", "WORLD_SIZE"}
-        if scheduled is None or alone or environ.get("TORCHELASTIC_RUN_ID"):
+        if scheduled is None or alone:
             return _explicit(environ, found)
         _check_agreement(environ, scheduled, whole=len(found) == len(_TORCH))
         return _merged(_explicit(environ, found), scheduled) if len(found) == len(_TORCH) else scheduled
@@ -76,6 +120,7 @@ def detect(environ: Mapping[str, str]) -> Launched:
             f"the environment sets LOCAL_RANK={environ['LOCAL_RANK']} but not RANK and WORLD_SIZE: start with torchrun, "
             "which sets all of them, or unset LOCAL_RANK to run on one rank"
         )
+    _check_sizeless(environ)
     _check_batch_script(environ)
     return Launched("alone", 0, 1, 0, 1, None)
 
@@ -86,7 +131,7 @@ def local_rank_of(environ: Mapping[str, str]) -> int:
     Raises:
         ValueError: it is not a number.
     """
-    names = ("LOCAL_RANK", *(names[3] for names in _MPI), "SLURM_LOCALID")
+    names = ("LOCAL_RANK", *(names[3] for names in _MPI), *(said.local_rank for said in _PLAIN), "SLURM_LOCALID")
     return next((_number(environ, name) for name in names if environ.get(name)), 0)
 
 
@@ -174,16 +219,77 @@ def _mpi(environ: Mapping[str, str]) -> Launched | None:
         given = [name for name in names[:2] if environ.get(name)]
         if not given:
             continue
-        if names[0] == "PMI_RANK" and environ.get("SLURM_STEP_ID") and not environ.get(names[2]):
-            continue  # srun's own PMI, which it offers to programs that may not know MPI
-        if len(given) == 1:
-            raise ValueError(
-                f"the environment sets {given[0]} but not {names[1 - names.index(given[0])]}: start with mpirun, or "
-                f"unset {given[0]}"
-            )
+        if names[0] == "PMI_RANK" and not environ.get(names[2]) and _offers_pmi(environ):
+            continue
+        _check_pair(given, names, "mpirun")
         rank, size, local_rank, local_size = _ranks(environ, *names)
         return Launched(launcher, rank, size, local_rank, local_size, _given_master(environ))
     return None
+
+
+def _offers_pmi(environ: Mapping[str, str]) -> bool:
+    """Whether the PMI is one that srun or Flux offers to all programs, also to those that do not know MPI.
+
+    Under Flux it is left to MPI where Flux itself does not say where rank 0 is.
+    """
+    in_flux = environ.get("FLUX_TASK_RANK") and (environ.get("MASTER_ADDR") or environ.get("FLUX_JOB_NNODES") == "1")
+    return bool(environ.get("SLURM_STEP_ID") or in_flux)
+
+
+def _check_pair(given: Sequence[str], names: Sequence[str], command: str) -> None:
+    """A rank without its size, or the other way round."""
+    if len(given) == 1:
+        missing = names[1 - names.index(given[0])]
+        raise ValueError(
+            f"the environment sets {given[0]} but not {missing}: start with {command}, or unset {given[0]}"
+        )
+
+
+def _plain(environ: Mapping[str, str], lacks_master: bool) -> Launched | None:
+    """A launcher of `_PLAIN`.
+
+    Args:
+        lacks_master: no script has set all of torch's variables: where rank 0 is must be known here.
+    """
+    for said in _PLAIN:
+        given = [name for name in said.names[:2] if environ.get(name)]
+        if not given:
+            continue
+        _check_pair(given, said.names, said.command)
+        rank, size, local_rank, local_size = _ranks(environ, *said.names)
+        if size == 1:
+            return Launched(said.launcher, 0, 1, local_rank, 1, None)
+        if said.launcher == "Flux" and environ.get("FLUX_JOB_NNODES") == "1":
+            local_size = size
+        job = " ".join(environ[name] for name in said.job if environ.get(name))
+        host, port = _given_master(environ) or ("127.0.0.1" if local_size == size else "", 0)
+        if environ.get("MASTER_PORT"):
+            port = _port(environ, "MASTER_PORT")
+        elif job:
+            port = 10000 + zlib.crc32(job.encode()) % 50000
+        if lacks_master and not (host and port):
+            hint = (
+                " (in a batch script: export MASTER_ADDR=$(flux hostlist --nth=0))" if said.launcher == "Flux" else ""
+            )
+            raise ValueError(
+                f"{said.launcher} started this process as rank {rank} of {size}, and the environment does not say where "
+                "rank 0 is: set MASTER_ADDR to rank 0's host and MASTER_PORT to a port that is free there, the same for all "
+                f"ranks{hint}"
+            )
+        elsewhere = rank > 0 and bool(environ.get(said.local_rank)) and local_rank == 0
+        about = f"{said.launcher} job {job}" if job else ""
+        return Launched(said.launcher, rank, size, local_rank, local_size, (host, port), about, elsewhere)
+    return None
+
+
+def _check_sizeless(environ: Mapping[str, str]) -> None:
+    for launcher, name in _SIZELESS:
+        if environ.get(name):
+            raise ValueError(
+                f"the environment sets {name}={environ[name]}: {launcher} started this process as one of several, and no "
+                "variable says of how many. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or start "
+                f"with torchrun, mpirun or srun (unset {name} to run on one rank)"
+            )
 
 
 def _given_master(environ: Mapping[str, str]) -> tuple[str, int] | None:

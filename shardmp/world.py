@@ -56,8 +56,8 @@ def init(
 
     A process group that exists already is used as it is. Otherwise the environment says who started this process, in
     this order: torchrun; RANK and WORLD_SIZE with MASTER_ADDR and MASTER_PORT (set by hand, or by Kubeflow's
-    PyTorchJob); Open MPI; MPICH and its descendants; a Slurm step; Kubeflow's TrainJob (PET_*). Without any of these,
-    this process is one rank alone: no process group is made, and no network is touched.
+    PyTorchJob); Open MPI; MPICH and its descendants; Flux; Horovod; jsrun; a Slurm step; Kubeflow's TrainJob (PET_*).
+    Without any of these, this process is one rank alone: no process group is made, and no network is touched.
 
     Where several ranks are started, they first wait for each other, at most `arrival_timeout`. Then the interface that
     leads to rank 0's host is chosen for gloo and NCCL (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) where the user named
