@@ -16,6 +16,7 @@ import codecs
 import contextlib
 import functools
 import io
+import logging
 import math
 import os
 import signal
@@ -344,6 +345,7 @@ def main() -> int:
             profiling.check(args.profile, args.steps)
         display = Display(is_first(), args.steps, args.metrics, append=args.resume == "auto")
 
+    logging.getLogger("shardmp").addHandler(logging.NullHandler())  # the display says of each overflow what it did
     world = shardmp.init()
     stop = StopRequest(world.device, display)
     torch.manual_seed(args.seed)

@@ -11,6 +11,7 @@ Papers: "Mixed Precision Training" (arXiv 1710.03740) and "ZeRO" (arXiv 1910.020
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from .ranges import named_range
 from .refusals import NoState, Refusals
 from .report import StepReport
 from .scaler import LossScaler
+from .skip_log import SkipLog
 from .taken import Taken
 from .update import Update
 from .verdict import Contribution, check_divisor, decide
@@ -90,6 +92,8 @@ class ShardedOptimizer(Accounts, Refusals):
         self._average = average
         self._clip_once: float | None = None
         self._heartbeat = heartbeat.start(collectives.rank, local_rank_of(os.environ), os.environ)
+        self._skip_log = SkipLog(precision, collectives.rank)
+        weakref.finalize(self, self._skip_log.at_end)
         self._steps = 0
         self._max_grad_norm = max_grad_norm
         self._agreed = Agreed(collectives)
@@ -231,7 +235,8 @@ class ShardedOptimizer(Accounts, Refusals):
         self._withheld += verdict.withheld
 
         self._steps += 1
-        self.report = StepReport(self._steps, verdict, scaler.hopeless, self._names, own, self._collectives.rank)
+        self.report = StepReport(self._steps, verdict, scaler, self._names, own, self._collectives.rank)
+        self._skip_log.expect(self.report)
         self._original._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made before `shard`
         self._clip_once = None
         self._start_window()
@@ -267,6 +272,7 @@ class ShardedOptimizer(Accounts, Refusals):
         self.refuse_withheld()
         if self.report is None:
             return
+        self._skip_log.tell()
         self.report.check_update()
         if self.report.withheld:
             return
@@ -405,6 +411,7 @@ class ShardedOptimizer(Accounts, Refusals):
         self._parameters.all_ready()
         if self.report is not None and self.report.withheld and self._told is not self.report:
             self.report.raise_withheld()
+        self._skip_log.tell()
 
     # -- saved and loaded
 
@@ -427,6 +434,7 @@ class ShardedOptimizer(Accounts, Refusals):
 
     def counters(self) -> dict[str, Any]:
         """Steps, skipped steps, the state of the loss scale, and what the optimizer's class counts, as plain values."""
+        self._skip_log.tell()
         found = {"steps": self._steps, "skipped": self.skipped_steps, "scaler": self._losses.scaler.state()}
         extra = self._update.extra_state()
         return found if extra is None else {**found, "update": extra}

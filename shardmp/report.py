@@ -18,6 +18,7 @@ from torch import Tensor
 from .agreed import Snapshot, differences
 from .collectives import Collectives
 from .precision import Precision
+from .scaler import LossScaler
 from .verdict import Verdict
 
 
@@ -64,6 +65,10 @@ class _OnItsWay:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
+    @property
+    def is_here(self) -> bool:
+        return self._arrived is None or self._arrived.query()
+
     def numbers(self) -> list[float]:
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -83,18 +88,19 @@ class StepReport:
         loss_scale: the loss scale that was used, to scale and to unscale.
         loss: FP32 mean of the losses of all ranks and backwards, or None where none is known.
         overflow: why the step was skipped, or None.
+        next_loss_scale: the loss scale after the step (one that is shared moves only when the next loss is scaled).
     """
 
     def __init__(
-        self, step: int, verdict: Verdict, hopeless: Tensor, names: Sequence[str], own: Snapshot, rank: int
+        self, step: int, verdict: Verdict, scaler: LossScaler, names: Sequence[str], own: Snapshot, rank: int
     ) -> None:
         self.step = step
         self._names = names
         self._lanes = verdict.lanes
         self.snapshot = own
         self._rank = rank
-        flags = verdict.skipped.double(), verdict.withheld.double()
-        extra = torch.stack((verdict.norm, verdict.scale.double(), *flags, hopeless.double()))
+        others = (verdict.scale, verdict.skipped, verdict.withheld, scaler.hopeless, scaler.scale)
+        extra = torch.stack((verdict.norm, *(number.double() for number in others)))
         self._numbers = _OnItsWay(torch.cat((extra, verdict.vector)))
         self._host: list[float] | None = None
 
@@ -104,7 +110,7 @@ class StepReport:
         return self._host
 
     def _lane(self, name: str) -> Sequence[float]:
-        return self._lanes.split(self._read()[5:])[name]
+        return self._lanes.split(self._read()[6:])[name]
 
     def _known(self) -> list[float]:
         """The numbers, of a step that was not withheld."""
@@ -133,6 +139,18 @@ class StepReport:
     def hopeless_skips(self) -> int:
         """Skips in a row, up to this step, that a smaller loss scale cannot cure."""
         return int(self._read()[4])
+
+    @property
+    def next_loss_scale(self) -> float:
+        return self._known()[5]
+
+    @property
+    def arrived(self) -> bool:
+        """Whether reading a field would not wait; False too where the device is gone."""
+        try:
+            return self._numbers.is_here
+        except RuntimeError:
+            return False
 
     @property
     def loss(self) -> float | None:

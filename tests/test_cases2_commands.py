@@ -243,7 +243,7 @@ def test_a_plain_value_is_shown_whole(value: str) -> None:
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_env_shows_no_secret_in_any_form(options: list[str]) -> None:
     environ = {
-        **{name: "hunter2" for name in SECRET_NAMES},
+        **dict.fromkeys(SECRET_NAMES, "hunter2"),
         "PYTHON_INDEX": "https://u:hunter2@host",
         "RANK": "x:hunter2@h",
     }
