@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,13 +102,13 @@ def parse_batch(text: str) -> Batch:
     """
     found: list[Input] = []
     for part in text.replace(" ", "").split(","):
-        match = re.fullmatch(r"(?:([A-Za-z_]\w*)=)?([0-9]+(?:x[0-9]+)*)(?::(\w+))?", part)
+        match = re.fullmatch(r"(?:([A-Za-z_]\w*)=)?([0-9]{1,15}(?:x[0-9]{1,15}){0,63})(?::(\w+))?", part)
         if not match:
             raise ValueError(f"--batch: expected {_BATCH_HELP}, got {text!r}")
         name, shape, dtype = match[1], tuple(map(int, match[2].split("x"))), match[3] or "float32"
         if dtype not in _BATCH_DTYPES:
             raise ValueError(f"--batch: expected a dtype among {', '.join(_BATCH_DTYPES)}, got {dtype!r}")
-        if not all(shape) or torch.Size(shape).numel() > MOST_ELEMENTS:
+        if not all(shape) or math.prod(shape) > MOST_ELEMENTS:
             raise ValueError(f"--batch: expected sizes from 1 on, {MOST_ELEMENTS:.0e} elements at most, got {part!r}")
         if name is None and any(one.name for one in found):
             raise ValueError(f"--batch: a tensor without a name follows one with a name in {text!r}")
@@ -186,8 +188,10 @@ class Trace:
         assert way in WAYS
         self._device = device or usual_device()
         self._way, self._policy, self._loss = way, as_precision(precision), loss
-        self._mode = FakeTensorMode()
-        with self._inside():
+        self._mode = _OneMode()
+        with self._inside(), warnings.catch_warnings():
+            # A deep copy asks whether a tensor has memory, and torch warns of the question.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             model = build(make, self._device)
             weights = [p for p in model.parameters() if p.requires_grad]
             self._weights = weights
@@ -245,7 +249,7 @@ class Trace:
                         loss = self._loss(self.model, *args, **kwargs)
                     kept = dict(storages.bytes)
                     loss.backward()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ValueError(f"--batch {batch}: {self._way}: {first_line(error)}") from error
             finally:
                 for weight in self._weights:
@@ -262,6 +266,16 @@ class Trace:
         if self._way != "autocast":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._policy.dtype)
+
+
+class _OneMode(FakeTensorMode):
+    """A mode of which no copy exists: a fake tensor holds its mode, and a deep copy of a module copies what tensors hold.
+
+    torch refuses to mix tensors of two modes, and every `nn.TransformerEncoder` deep-copies its layer.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
+        return self
 
 
 class _NoParts:

@@ -24,6 +24,8 @@ from .precision import DTYPES, Precision, as_precision
 
 ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 MOST_PARAMETERS = 10**13
+MOST_MATRICES = 10**6
+MOST_BYTES = 2**50
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "b": 1}
 
@@ -54,9 +56,10 @@ def size(text: str, option: str = "--fits") -> int:
         ValueError: they are not.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    if not found or found[2] not in _UNITS or float(found[1]) <= 0:
-        raise ValueError(f"{option}: expected a size such as 16GiB or 80GB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    bytes_of = float(found[1]) * _UNITS.get(found[2], 0) if found else 0.0
+    if not 1 <= bytes_of <= MOST_BYTES:
+        raise ValueError(f"{option}: expected a size such as 16GiB or 80GB, up to 1024TiB, got {text!r}")
+    return int(bytes_of)
 
 
 def usual_ranks_per_host(ranks: int) -> int:
@@ -81,6 +84,8 @@ def function_at(path: str, option: str) -> Callable[..., Any]:
         found: Any = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{option} {path}: {error}") from None
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise ValueError(f"{option} {path}: the import of {module_name} raised {first_line(error)}") from error
     finally:
         sys.path.remove(str(Path.cwd()))
     if not callable(found):
@@ -103,7 +108,7 @@ def build(make: Callable[[], Any], device: str | torch.device = "meta") -> nn.Mo
     try:
         with torch.device(device), no_draw:
             model = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"--model: it is called without arguments, and made without values: {first_line(error)}"
         ) from error
@@ -112,7 +117,7 @@ def build(make: Callable[[], Any], device: str | torch.device = "meta") -> nn.Mo
     return model
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """An error in one line, its type before it."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -132,9 +137,17 @@ def check_bucket_mb(bucket_mb: float | None) -> None:
 
 
 def entries_of_count(parameters: int, precision: str, bucket_mb: float | None) -> tuple[Entry, ...]:
-    """A model of which only the size is known: matrices of so many MiB, by default 8, and a last one with the rest."""
+    """A model of which only the size is known: matrices of so many MiB, by default 8, and a last one with the rest.
+
+    Raises:
+        ValueError: too many of them to plan with.
+    """
     numel = max(1, int((bucket_mb or 8.0) * MIB) // ITEMSIZE[precision])
     whole, rest = divmod(parameters, numel)
+    if whole > MOST_MATRICES:
+        raise ValueError(
+            f"--bucket-mb {bucket_mb:g}: {whole:,} buckets; expected a size that makes {MOST_MATRICES:,} at most"
+        )
     return tuple(Entry(f"matrix {index}", n, precision) for index, n in enumerate([numel] * whole + [rest]) if n)
 
 

@@ -1,27 +1,23 @@
 """The `shardmp` command.
 
-Owns:      the options' names, their help, what is printed, exit codes.
+Owns:      the options' names, their help, what is printed.
 Takes:     the command line; some options also from the variables that Kubeflow sets for torchrun (PET_*).
 Gives:     calls into the library: no logic of its own.
-Invariant: what a user did wrong is one message on stderr and exit code 2; torch is imported only where it is needed.
+Invariant: every command is made by `command_line.command`; torch is imported only where it is needed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
 
 from . import launch
-
-USAGE_ERROR = 2
+from .command_line import command, say, show
 
 app = typer.Typer(
     name="shardmp",
@@ -33,28 +29,9 @@ app = typer.Typer(
 )
 
 
-def _say(text: str, stderr: bool = True) -> None:
-    """One message as it is: never wrapped, so that it can be copied and searched for."""
-    Console(stderr=stderr, highlight=False, emoji=False).print(text, soft_wrap=True, markup=False)
-
-
-def _show(table: RenderableType) -> None:
-    """A table on stdout, uncut: in a terminal of less than 110 columns the terminal breaks its lines."""
-    Console(highlight=False, width=max(110, Console().width)).print(table)
-
-
-@contextmanager
-def _errors_of(command: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, RuntimeError, OSError, OverflowError) as mistake:
-        _say(f"shardmp {command}: error: {mistake}")
-        raise typer.Exit(USAGE_ERROR) from None
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"shardmp {version('shardmp')}, torch {version('torch')}")
+        typer.echo(f"shardmp {version('shardmp')}, torch {version('torch')}")
         raise typer.Exit
 
 
@@ -68,7 +45,12 @@ def options_of_all(
 
 
 # Options end at the script: whatever follows it belongs to it.
-@app.command("launch", context_settings={"allow_interspersed_args": False})
+@command(
+    app,
+    "launch",
+    "shardmp launch --nproc-per-node 8 train.py --steps 1000",
+    context_settings={"allow_interspersed_args": False},
+)
 def launch_command(
     script: Annotated[str, typer.Argument(help="The training script; what follows it is its own.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's arguments.")] = None,
@@ -125,17 +107,16 @@ def launch_command(
         log_dir=log_dir,
         shutdown_timeout=shutdown_timeout,
     )
-    with _errors_of("launch"):
-        command = launch.plan(request, os.environ)
+    command = launch.plan(request, os.environ)
     for remark in command.remarks:
-        _say(f"shardmp launch: {remark}")
+        say(f"shardmp launch: {remark}")
     if dry_run:
         print(command.text())
     else:
         launch.start(command)
 
 
-@app.command("rendezvous")
+@command(app, "rendezvous", "shardmp rendezvous --port 29500")
 def rendezvous_command(
     port: Annotated[int, typer.Option(help="The port to listen on; 0 for a free one.")] = launch.DEFAULT_STORE_PORT,
     host: Annotated[str, typer.Option(help="The address to listen on. Default: all, of IPv4 and IPv6.")] = "",
@@ -144,22 +125,21 @@ def rendezvous_command(
 
     def ready(bound: int) -> None:
         where = f"{host}:{bound}" if host else f"port {bound} of every address"
-        _say(
+        say(
             f"shardmp rendezvous: listening on {where}; on every node: "
             f"shardmp launch --separate-store --rdzv-endpoint {host or 'THIS_HOST'}:{bound} ...",
             stderr=False,
         )
 
-    with _errors_of("rendezvous"):
-        launch.serve_store(host, port, ready)
-    _say("shardmp rendezvous: ended", stderr=False)
+    launch.serve_store(host, port, ready)
+    say("shardmp rendezvous: ended", stderr=False)
 
 
 CHECKPOINT_HELP = "A checkpoint, or a directory of them."
 STEP_HELP = "The step to take. Default: the latest."
 
 
-@app.command("export")
+@command(app, "export", "shardmp export runs/gpt model.safetensors --dtype fp16")
 def export_command(
     checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT_HELP)],
     output: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
@@ -167,43 +147,39 @@ def export_command(
     step: Annotated[int | None, typer.Option(help=STEP_HELP)] = None,
 ) -> None:
     """Write a checkpoint's weights into one safetensors file, with the keys of the plain model."""
-    with _errors_of("export"):
-        from .exporting import export
+    from .exporting import export
 
-        export(checkpoint, output, dtype=dtype, step=step)
-    _say(f"{output}: {output.stat().st_size:,} bytes", stderr=False)
+    export(checkpoint, output, dtype=dtype, step=step)
+    say(f"{output}: {output.stat().st_size:,} bytes", stderr=False)
 
 
-@app.command("inspect")
+@command(app, "inspect", "shardmp inspect runs/gpt --step 300")
 def inspect_command(
     checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT_HELP)],
     step: Annotated[int | None, typer.Option(help=STEP_HELP)] = None,
     verify: Annotated[bool, typer.Option(help="Compare every byte with its checksum.")] = True,
 ) -> None:
     """Print what a checkpoint holds, and whether it is intact."""
-    with _errors_of("inspect"):
-        from .exporting import Contents
+    from .exporting import Contents
 
-        contents = Contents(checkpoint, step)
-        _say(str(contents.path), stderr=False)
-        if contents.manifest is not None:
-            about = contents.manifest
-            _say(f"step {about.step}, {about.ranks} ranks, shardmp {about.shardmp}, torch {about.torch}", stderr=False)
-        tied, total = contents.tied(), 0
-        for entry in contents.entries():
-            where = (
-                f"tied to {tied[entry.name]}" if entry.name in tied else f"{entry.bytes:,} bytes, {entry.pieces} pieces"
-            )
-            total += 0 if entry.name in tied else entry.bytes
-            shape, dtype = list(entry.shape), str(entry.dtype).removeprefix("torch.")
-            _say(f"  {entry.name}  {shape}  {dtype}  {where}", stderr=False)
-        _say(f"{total:,} bytes", stderr=False)
-        if verify:
-            contents.verify()
-            _say("intact: every byte has the checksum that was written", stderr=False)
+    contents = Contents(checkpoint, step)
+    say(str(contents.path), stderr=False)
+    if contents.manifest is not None:
+        about = contents.manifest
+        say(f"step {about.step}, {about.ranks} ranks, shardmp {about.shardmp}, torch {about.torch}", stderr=False)
+    tied, total = contents.tied(), 0
+    for entry in contents.entries():
+        where = f"tied to {tied[entry.name]}" if entry.name in tied else f"{entry.bytes:,} bytes, {entry.pieces} pieces"
+        total += 0 if entry.name in tied else entry.bytes
+        shape, dtype = list(entry.shape), str(entry.dtype).removeprefix("torch.")
+        say(f"  {entry.name}  {shape}  {dtype}  {where}", stderr=False)
+    say(f"{total:,} bytes", stderr=False)
+    if verify:
+        contents.verify()
+        say("intact: every byte has the checksum that was written", stderr=False)
 
 
-@app.command("import-deepspeed")
+@command(app, "import-deepspeed", "shardmp import-deepspeed runs/deepspeed runs/shardmp")
 def import_deepspeed_command(
     source: Annotated[Path, typer.Argument(help="What was given to DeepSpeed's save_checkpoint, or a tag in it.")],
     output: Annotated[Path, typer.Argument(help="A directory of checkpoints, for shardmp.load or Checkpoints.")],
@@ -211,18 +187,19 @@ def import_deepspeed_command(
     optimizer: Annotated[str | None, typer.Option(help="Adam or AdamW, where the files do not say which.")] = None,
 ) -> None:
     """Make a checkpoint of one that DeepSpeed has written with ZeRO 1, 2 or 3: masters, moments, steps, loss scale."""
-    with _errors_of("import-deepspeed"):
-        from .deepspeed_import import import_deepspeed
+    from .deepspeed_import import import_deepspeed
 
-        made = import_deepspeed(source, output, tag=tag, optimizer=optimizer)
-    _say(str(made.path), stderr=False)
-    _say(f"step {made.step}; DeepSpeed {made.version}, ZeRO-{made.stage}, {made.ranks} ranks", stderr=False)
-    _say(f"the run had: shardmp.shard(model, optimizer, {made.options})", stderr=False)
+    made = import_deepspeed(source, output, tag=tag, optimizer=optimizer)
+    say(str(made.path), stderr=False)
+    say(f"step {made.step}; DeepSpeed {made.version}, ZeRO-{made.stage}, {made.ranks} ranks", stderr=False)
+    say(f"the run had: shardmp.shard(model, optimizer, {made.options})", stderr=False)
     for name in made.dropped:
-        _say(f"left out, it is not made of plain values: {name}", stderr=False)
+        say(f"left out, it is not made of plain values: {name}", stderr=False)
 
 
-@app.command("formats", context_settings={"ignore_unknown_options": True})  # a negative number is not an option
+@command(
+    app, "formats", "shardmp formats 65504 --in bf16", context_settings={"ignore_unknown_options": True}
+)  # a negative number is not an option
 def formats_command(
     number: Annotated[
         str | None,
@@ -232,13 +209,12 @@ def formats_command(
     compare: Annotated[bool, typer.Option("--compare", help="The number in every format.")] = False,
 ) -> None:
     """Show what number formats hold, or how one number is stored, its neighbours and its rounding error."""
-    with _errors_of("formats"):
-        from . import format_tables
+    from . import format_tables
 
-        _show(format_tables.answer(number, fmt, compare=compare))
+    show(format_tables.answer(number, fmt, compare=compare))
 
 
-@app.command("budget")
+@command(app, "budget", "shardmp budget --params 7B --ranks 64 --fits 80GiB")
 def budget_command(
     params: Annotated[str | None, typer.Option(help="Parameters of the model: 7e9, 7B, 124M.")] = None,
     model: Annotated[
@@ -282,34 +258,33 @@ def budget_command(
     as_json: Annotated[bool, typer.Option("--json", help="All figures in bytes, as JSON.")] = False,
 ) -> None:
     """Predict what each rank holds and sends, before anything is allocated."""
-    with _errors_of("budget"):
-        from . import budget_tables, budgets
+    from . import budget_tables, budgets
 
-        found = budgets.budget(
-            model,
-            parameters=params,
-            ranks=ranks,
-            ranks_per_host=ranks_per_host,
-            stage=stage,
-            precision=precision,
-            moments=moments,
-            backwards=backwards,
-            bucket_mb=bucket_mb,
-            exact=exact,
-            batch=batch,
-            loss=loss,
-            device=device,
-            fits=fits,
-            flops=flops,
-            link=link,
-        )
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            _show(budget_tables.tables(found))
+    found = budgets.budget(
+        model,
+        parameters=params,
+        ranks=ranks,
+        ranks_per_host=ranks_per_host,
+        stage=stage,
+        precision=precision,
+        moments=moments,
+        backwards=backwards,
+        bucket_mb=bucket_mb,
+        exact=exact,
+        batch=batch,
+        loss=loss,
+        device=device,
+        fits=fits,
+        flops=flops,
+        link=link,
+    )
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(budget_tables.tables(found))
 
 
-@app.command("doctor")
+@command(app, "doctor", "srun --ntasks-per-node 8 shardmp doctor --params 7B")
 def doctor_command(
     params: Annotated[
         str | None, typer.Option(help="Forecast the collectives of a step of so many parameters: 63e6, 7B.")
@@ -336,28 +311,26 @@ def doctor_command(
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the report here, as JSON.")] = None,
 ) -> None:
     """Examine a cluster before a job: started on every rank, as the job will be. Exit code 1 where something is wrong."""
-    with _errors_of("doctor"):
-        from . import doctor, doctor_command
+    from . import doctor, doctor_command
 
-        run = doctor_command.planned(params, precision, stage, bucket_mb, backwards, exact)
-        limits = doctor_command.thresholds(slow, min_mb_per_s, max_latency_ms, max_skew, min_shm)
-        most = int(pair_mb * 2**20)
-        settings = doctor.Settings(run, limits, every_rank, most, arrival_timeout, timeout, strict, backend)
-        code = doctor_command.run(settings, as_json, report, _say, _show)
+    run = doctor_command.planned(params, precision, stage, bucket_mb, backwards, exact)
+    limits = doctor_command.thresholds(slow, min_mb_per_s, max_latency_ms, max_skew, min_shm)
+    most = int(pair_mb * 2**20)
+    settings = doctor.Settings(run, limits, every_rank, most, arrival_timeout, timeout, strict, backend)
+    code = doctor_command.run(settings, as_json, report, say, show)
     raise typer.Exit(code)
 
 
-@app.command("env")
+@command(app, "env", "shardmp env --json")
 def env_command(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Describe this machine and how this process was started, for an issue. Secrets are not shown."""
-    with _errors_of("env"):
-        from . import environment_report
+    from . import environment_report
 
-        found = environment_report.report()
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            _say("\n".join(environment_report.lines(found)), stderr=False)
+    found = environment_report.report()
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        say("\n".join(environment_report.lines(found)), stderr=False)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ the later stages are left out.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -28,8 +29,9 @@ from . import budgets
 from .doctor_board import Board
 from .doctor_findings import Thresholds
 from .doctor_visit import Visit, store_of
-from .world import init
+from .world import MOST_SECONDS, init
 
+_MOST_MIB = 2**14
 FOUND = 1  # exit code where something is wrong
 _MARGIN = 30.0  # seconds beyond a stage's own deadline after which the watch ends this process
 
@@ -48,7 +50,7 @@ class Settings:
         backend: "gloo", "nccl" or None, as in `shardmp.init`.
 
     Raises:
-        ValueError: a time, size or threshold that is not above 0.
+        ValueError: a time, size or threshold that is not above 0, or too large.
     """
 
     run: budgets.Run | None = None
@@ -62,18 +64,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         given = self.thresholds
-        for option, value in (
-            ("--max-skew", given.clock),
-            ("--min-shm", given.shared_memory),
-            ("--slow", given.slow),
-            ("--min-mb-per-s", given.bandwidth),
-            ("--max-latency-ms", given.latency),
-            ("--pair-mb", self.most_bytes),
-            ("--arrival-timeout", self.arrival_timeout),
-            ("--timeout", self.timeout),
+        for option, value, most in (
+            ("--max-skew", given.clock, math.inf),
+            ("--min-shm", given.shared_memory, math.inf),
+            ("--slow", given.slow, math.inf),
+            ("--min-mb-per-s", given.bandwidth, math.inf),
+            ("--max-latency-ms", given.latency, math.inf),
+            ("--pair-mb", self.most_bytes / 2**20, _MOST_MIB),
+            ("--arrival-timeout", self.arrival_timeout, MOST_SECONDS),
+            ("--timeout", self.timeout, MOST_SECONDS),
         ):
-            if value is not None and not value > 0:
-                raise ValueError(f"{option}: expected more than 0, got {value:g}")
+            if value is not None and not 0 < value <= most:
+                limit = "" if most == math.inf else f" and at most {most:g}"
+                raise ValueError(f"{option}: expected more than 0{limit}, got {value:g}")
         if given.slow >= 1:
             raise ValueError(f"--slow: expected a part below 1 of the usual bandwidth, got {given.slow:g}")
 

@@ -86,7 +86,7 @@ def node_range(nnodes: str) -> tuple[int, int]:
     Raises:
         ValueError: another form, or not 1 <= MIN <= MAX.
     """
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes.strip())
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", nnodes.strip(), re.ASCII)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
         raise ValueError(f"--nnodes {nnodes}: expected N or MIN:MAX with 1 <= MIN <= MAX, for instance 2 or 1:4")
@@ -111,7 +111,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 def _check_numbers(request: Request) -> None:
     """What is wrong in an option for itself."""
     processes = request.nproc_per_node
-    if processes not in ("auto", "gpu", "cpu") and not (processes.isascii() and processes.isdigit() and int(processes)):
+    if processes not in ("auto", "gpu", "cpu") and not re.fullmatch(r"0*[1-9]\d{0,5}", processes, re.ASCII):
         raise ValueError(f"--nproc-per-node {processes}: expected a number from 1 on, or auto, gpu or cpu")
     if request.keep_alive < _MISSED_SIGNS:
         raise ValueError(f"--keep-alive {request.keep_alive}: expected {_MISSED_SIGNS} seconds or more")

@@ -82,7 +82,7 @@ def _open(launched: Launched, local_size: int) -> tuple[TCPStore | None, tuple[l
     """Rank 0's store, and what the other ranks are told: addresses, port, and what is wrong."""
     name, port = launched.master or ("", 0)
     try:
-        store = rendezvous.serve(port)
+        store = rendezvous.serve(port, name or ("127.0.0.1" if local_size == launched.world_size else ""))
     except RuntimeError as error:
         return None, ([], 0, str(error))
     if name:

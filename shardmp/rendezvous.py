@@ -95,19 +95,45 @@ class _Lost(Exception):
 # -- the store
 
 
-def serve(port: int, variable: str = "MASTER_PORT") -> TCPStore:
-    """The store, held by this process at `port` (0: any that is free).
+def listener(host: str, port: int) -> int | None:
+    """The descriptor of a socket that listens for `host` alone; None where that is no loopback name, or does not work.
+
+    Left to itself torch's store listens on every address of the host, and anybody who reaches it can read and write it.
+    """
+    name = host.strip("[]")
+    found = ["127.0.0.1", "::1"] if name == "localhost" else [name] if network.is_loopback(name) else []
+    for address in found:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # A port in use may be that of this process's own store, which torch then shares; else torch says what is wrong.
+        with contextlib.suppress(OSError):
+            return socket.create_server((address, port), family=family, backlog=1024).detach()
+    return None
+
+
+def address_of(descriptor: int) -> tuple[str, int]:
+    """Address and port at which a socket listens; it stays open."""
+    with contextlib.closing(socket.socket(fileno=os.dup(descriptor))) as copy:
+        address, port, *_ = copy.getsockname()
+    return address, port
+
+
+def serve(port: int, host: str = "") -> TCPStore:
+    """The store, held by this process at `port` (0: any that is free), on loopback alone where `host` is loopback.
 
     Raises:
         RuntimeError: the port is in use, or the loopback interface is down.
     """
     try:
         # The own connection goes over loopback, so the own host's name need not resolve.
-        store = _make_store(60.0, "127.0.0.1", port, None, True, _CONSTRUCTION, False, multi_tenant=True)
+        own, bound, options = "127.0.0.1", port, {}
+        descriptor = listener(host, port)
+        if descriptor is not None:
+            (own, bound), options = address_of(descriptor), {"master_listen_fd": descriptor}
+        store = _make_store(60.0, own, bound, None, True, _CONSTRUCTION, False, multi_tenant=True, **options)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank 0 cannot open the store at port {port} of host {socket.gethostname()}: "
-            f"{'in use by another process' if 'EADDRINUSE' in str(error) else error}. Set another port in {variable}, the "
+            f"{'in use by another process' if 'EADDRINUSE' in str(error) else error}. Set another port in MASTER_PORT, the "
             "same on all ranks, or start one host with `torchrun --standalone`, which takes a free one"
         ) from error
     if store is None:

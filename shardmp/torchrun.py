@@ -1,6 +1,6 @@
-"""torchrun with an exit code that says how it ended.
+"""torchrun with an exit code that says how it ended, and a store that listens where it must.
 
-Owns:      the exit code of `shardmp launch`.
+Owns:      the exit code of `shardmp launch`, and the address of the agent's store.
 Takes:     torchrun's arguments.
 Gives:     143 where the ranks were stopped by SIGTERM and left in time, 137 where one had to be killed, and torchrun's
            own code (0, or 1 with its table of failures) in every other case.
@@ -15,10 +15,16 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from typing import Any
 
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.run import main as torchrun
+
+from .rendezvous import address_of, listener
 
 STOPPED = 128 + signal.SIGTERM  # what a rank leaves with when it has saved because of SIGTERM
 KILLED = 128 + signal.SIGKILL
@@ -35,10 +41,22 @@ class _Killings(logging.Handler):
         self.seen = self.seen or "forcefully exiting" in str(record.msg)
 
 
+class _Store(TCPStore):
+    """torch's store, which listens on loopback alone where its host is loopback: torch listens on every address."""
+
+    def __init__(self, host_name: str, port: int, **options: Any) -> None:
+        descriptor = listener(host_name, port) if options.get("is_master") else None
+        if descriptor is not None:
+            (host_name, port), options = address_of(descriptor), {**options, "master_listen_fd": descriptor}
+        super().__init__(host_name, port, **options)
+
+
 def main() -> None:
     """Run torchrun with this process's arguments, and end with the exit code that says how it went."""
     killings = _Killings()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(killings)
+    # The agents' meeting place, and the store that an agent keeps for its ranks.
+    dist.TCPStore = c10d_rendezvous_backend.TCPStore = _Store  # type: ignore[attr-defined,assignment]
     try:
         torchrun(sys.argv[1:])
     except SignalException as end:

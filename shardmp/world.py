@@ -33,6 +33,7 @@ __all__ = ["CONTROL_TIMEOUT", "DEFAULT_TIMEOUT", "World", "control_group", "host
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 ARRIVAL_TIMEOUT = timedelta(minutes=2)
 CONTROL_TIMEOUT = timedelta(seconds=30)
+MOST_SECONDS = 1e6  # of a time limit: twelve days, as torch's own arithmetic ends at some hundred years
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ def init(
         arrival_timeout: seconds (or a timedelta) for which the ranks wait until all of them are there.
 
     Raises:
-        ValueError: an unknown backend, a time that is not positive, variables that are half-set or contradict each
-            other, a batch script that forgot srun, more local ranks than GPUs, an interface that does not exist, a
-            MASTER_ADDR that does not resolve.
+        ValueError: an unknown backend, a time that is not positive or beyond twelve days, variables that are half-set or
+            contradict each other, a batch script that forgot srun, more local ranks than GPUs, an interface that
+            does not exist, a MASTER_ADDR that does not resolve.
         RuntimeError: ranks are missing at the deadline, two processes are one rank, the port is in use, hosts do not
             reach each other, mpi4py is missing or belongs to another MPI. The message names ranks, hosts and the cure.
     """
@@ -102,10 +103,12 @@ def _host() -> str:
 
 
 def _positive(name: str, time_limit: timedelta | float) -> timedelta:
-    limit = time_limit if isinstance(time_limit, timedelta) else timedelta(seconds=time_limit)
-    if limit <= timedelta(0):
-        raise ValueError(f"init({name}=...): expected more than 0 seconds, got {limit.total_seconds()}")
-    return limit
+    seconds = time_limit.total_seconds() if isinstance(time_limit, timedelta) else time_limit
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"init({name}=...): expected seconds or a timedelta, got {time_limit!r}")
+    if not 0 < seconds <= MOST_SECONDS:  # not so of NaN
+        raise ValueError(f"init({name}=...): expected more than 0 seconds and at most {MOST_SECONDS:g}, got {seconds}")
+    return timedelta(seconds=seconds)
 
 
 def _device(local_rank: int, backend: str | None) -> torch.device:
@@ -158,7 +161,7 @@ def _meet(launched: Launched, held: Any, device: torch.device, patience: rendezv
     assert launched.master is not None
     agent = launched.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if launched.rank == 0 and not agent:
-        own = held or rendezvous.serve(launched.master[1])
+        own = held or rendezvous.serve(launched.master[1], launched.master[0])
         connect: Callable[[], Any] = lambda: (own, "127.0.0.1")  # noqa: E731
     else:
         connect = lambda: rendezvous.join(launched, patience, agent)  # noqa: E731
