@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: setup
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+	OMP_NUM_THREADS=1 $(BIN)/shardmp launch --nproc-per-node 2 examples/train_gpt.py
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu and not cluster and not interop"

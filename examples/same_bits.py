@@ -63,7 +63,8 @@ def main() -> None:
     )
     reduce = parser.parse_args().reduce
     if reduce is not None:
-        print("masters", train(reduce))
+        sys.stdout.write(f"masters {train(reduce)}\n")  # one write: print makes two, and lines of ranks would mix
+        sys.stdout.flush()
         return
     table = Table("reduce", *(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in RANKS), "different hashes")
     for reduce in ("exact", "fp32"):

@@ -9,9 +9,11 @@ for tokens, targets in loader:
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from . import formats
     from .api import shard
     from .budgets import budget
@@ -39,6 +41,7 @@ __all__ = [
     "ShardedOptimizer",
     "StepReport",
     "World",
+    "__version__",
     "budget",
     "export",
     "formats",
@@ -75,6 +78,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name == "formats":  # the one public name that is a module
         return import_module(".formats", __name__)
+    if name == "__version__":
+        return version("shardmp")
     if name not in _HOME:
         raise AttributeError(f"module 'shardmp' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
@@ -82,4 +87,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names: neither what this module imports, nor submodules that something has imported."""
+    return sorted({*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__spec__"})

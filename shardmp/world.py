@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -225,6 +228,7 @@ def _report_exceptions() -> None:
             teller = threading.Thread(target=_tell_peers, args=(f"raised {kind.__name__}: {error}"[:300],), daemon=True)
             teller.start()
             teller.join(1.0)
+            _tell_launcher(kind, error)
         previous(kind, error, trace)
         mpi.abort()
 
@@ -236,6 +240,19 @@ def _tell_peers(text: str) -> None:
     with contextlib.suppress(Exception):
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.distributed_c10d._get_default_store().set(f"shardmp/raised/{dist.get_rank()}", text)
+
+
+def _tell_launcher(kind: type[BaseException], error: BaseException) -> None:
+    """torchrun gives each rank a file for its error; `shardmp launch` ends with the words of the rank that failed first."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not os.path.exists(path):
+        now = time.time_ns()
+        said = {
+            "message": f"{kind.__name__}: {error}",
+            "extraInfo": {"timestamp": str(now // 10**9), "nanoseconds": now},
+        }
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": said}))
 
 
 # -- the control group
