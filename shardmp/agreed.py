@@ -158,6 +158,20 @@ def differences(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{name}: {'; '.join(values)}"
 
 
+def refuse_other_arguments(call: str, told: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a collective call was given other arguments on one rank than on another.
+
+    Args:
+        call: its name. told: by rank, the arguments that must be alike.
+
+    Raises:
+        ValueError: on every rank, with each argument that differs and who gave what.
+    """
+    found = list(differences(told))
+    if found:
+        raise ValueError(f"{call}: expected the same arguments on every rank, got {', and '.join(found)}")
+
+
 def _elements(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)

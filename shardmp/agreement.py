@@ -131,6 +131,14 @@ class Joint(Told):
             return self._read([f"{self._key}/{self._phase}/whole/{rank}" for rank in readers])
         return [found for _, _, _, found in told]
 
+    def alike(self, check: Callable[[], None]) -> None:
+        """A check of what all ranks have been told alike: its error is the same on all of them."""
+        try:
+            check()
+        except Exception:
+            self._end = "agreed"
+            raise
+
     @property
     def is_agreed(self) -> bool:
         """Whether it ends by an error that all ranks raise."""

@@ -69,8 +69,6 @@ def shard(
     buffers: str = "broadcast",
     scaler: ShardedOptimizer | None = None,
     group: dist.ProcessGroup | None = None,
-    units: Sequence[Any] | None = None,
-    free_after_forward: bool | None = None,
 ) -> tuple[ShardedModule, ShardedOptimizer]:
     """Train `model` in mixed precision with FP32 masters and optimizer state sharded over ranks. Collective.
 
@@ -99,11 +97,9 @@ def shard(
         scaler: another model's `ShardedOptimizer`, on the same ranks in FP16, whose loss scale this one shares: for models
             under one loss, or with losses in turn. It moves once, when the next loss is scaled, by all verdicts since;
             its settings are those of `scaler`.
-        units, free_after_forward: not in this version.
 
     Raises:
         TypeError, ValueError: a bad argument or model, by name; on every rank, and before any tensor is sent.
-        NotImplementedError: an option that this version does not have yet.
     """
     world = init()
     device = _device_of(model, world)
@@ -114,7 +110,6 @@ def shard(
         model,
         optimizer,
         (precision, stage, reduce, average, max_grad_norm, bucket_mb, overlap, buffers),
-        {"units": units, "free_after_forward": free_after_forward},
         scaler,
     )
     if device.type == "cpu" and policy.dtype != torch.float32:
@@ -189,14 +184,6 @@ def shard(
     return wrapped, sharded
 
 
-def _refuse_what_is_not_there(stage: Any, later: dict[str, Any]) -> None:
-    if stage == 3:
-        raise NotImplementedError("shard(stage=3): this version has stages 1 and 2")
-    for name, value in later.items():
-        if value is not None:
-            raise NotImplementedError(f"shard({name}=...): this version does not have it yet; leave it out")
-
-
 def _options(policy: Precision, values: tuple[Any, ...]) -> _Options:
     stage, reduce, average, max_grad_norm, bucket_mb, overlap, buffers = values
     choices = {"stage": (stage, (1, 2)), "reduce": (reduce, ("fp32", "exact", "native"))}
@@ -231,7 +218,7 @@ def _check_exact(policy: Precision, average: str) -> None:
 # -- agreement
 
 # Another rank's mistake is raised as what it is; of other errors their words are told.
-_TOLD = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
+_TOLD = {kind.__name__: kind for kind in (TypeError, ValueError)}
 
 
 def _device_of(model: nn.Module, world: World) -> torch.device:
@@ -250,20 +237,18 @@ def _agree(
     model: nn.Module,
     optimizer: Optimizer,
     values: tuple[Any, ...],
-    later: dict[str, Any],
     scaler: Any,
 ) -> tuple[Precision, _Options, Findings]:
     """Check what this rank was given, and that all ranks were given the same.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: this rank's mistake, or another's, with its rank; on every rank.
+        TypeError, ValueError: this rank's mistake, or another's, with its rank; on every rank.
         Exception: what the model, the optimizer or torch raised while they were looked at; the other ranks hear of it.
     """
     error: Exception | None = None
     found: tuple[Precision, _Options, Findings] | None = None
     lines: list[str] = []
     try:
-        _refuse_what_is_not_there(values[1], later)
         policy = as_precision(values[0])
         options = _options(policy, values[1:])
         check_scaler(policy, collectives, scaler)
@@ -277,6 +262,7 @@ def _agree(
             exact.check_model(model, collectives.device)
         found = policy, options, probe(optimizer)
         lines = _fingerprint(model, optimizer, policy, options)
+        lines.append(f"scaler: {'its own' if scaler is None else 'shared'}")
     except Exception as mistake:  # whatever it is, the others wait to hear of it
         error = mistake
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()

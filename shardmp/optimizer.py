@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from . import heartbeat, modes
 from .accounts import Accounts
-from .agreed import Agreed
+from .agreed import Agreed, refuse_other_arguments
 from .collectives import Collectives
 from .gradients import Gradients
 from .inner import STEP_HOOKS
@@ -175,7 +175,8 @@ class ShardedOptimizer(Accounts, Refusals):
         self._collectives.refuse_after_failure()
 
     def _begin_backward(self) -> None:
-        self._collectives.at(f"step {self._steps + 1}, backward {self._gradients.backwards}")
+        how = "" if self._gradients.synchronising else " under no_sync()"
+        self._collectives.at(f"step {self._steps + 1}, backward {self._gradients.backwards}{how}")
 
     # -- the step
 
@@ -262,7 +263,7 @@ class ShardedOptimizer(Accounts, Refusals):
         self._refuse_unfinished_backward()
         if not self._gradients.reduced:
             cause = "every backward since was under no_sync()" if self._gradients.backwards else "call backward first"
-            raise RuntimeError(f"step() without a gradient since the last step: {cause}")
+            self._taken.refuse(f"step() without a gradient since the last step or zero_grad(): {cause}")
         check_divisor(divide_by)
         self._taken.check_step()
         self._look_at_last_step()
@@ -364,9 +365,10 @@ class ShardedOptimizer(Accounts, Refusals):
 
         Raises:
             KeyError: no trainable parameter has this name.
+            ValueError: ranks named different parameters.
         """
         buckets = self._parameters.buckets
-        return self._whole(name, lambda index, start, stop: buckets[index].master[start:stop])
+        return self._whole("master", name, lambda index, start, stop: buckets[index].master[start:stop])
 
     @torch.no_grad()
     def full_grad(self, name: str) -> Tensor:
@@ -374,12 +376,13 @@ class ShardedOptimizer(Accounts, Refusals):
 
         Raises:
             KeyError: no trainable parameter has this name.
+            ValueError: ranks named different parameters.
             RuntimeError: there is no reduced gradient.
         """
         if not self._gradients.reduced:
             raise RuntimeError("full_grad() without a reduced gradient: call it between backward and step")
         buckets = self._gradients.buckets
-        whole = self._whole(name, lambda index, start, stop: buckets[index].values(start, stop))
+        whole = self._whole("full_grad", name, lambda index, start, stop: buckets[index].values(start, stop))
         divisor: Tensor | float = self._collectives.world_size
         if self._average == "micro_batches":
             count = self._losses.sums[2:].clone()
@@ -387,11 +390,12 @@ class ShardedOptimizer(Accounts, Refusals):
             divisor = count[0].clamp(min=1.0)
         return whole.div_((self._losses.used_scale.double() * divisor).float())
 
-    def _whole(self, name: str, values: Callable[[int, int, int], Tensor]) -> Tensor:
+    def _whole(self, call: str, name: str, values: Callable[[int, int, int], Tensor]) -> Tensor:
         """One parameter from the ranks' shards; `values` gives elements [start, stop) of this rank's shard of a bucket."""
+        self._collectives.at(f"step {self._steps + 1}, {call}({name!r})")
+        refuse_other_arguments(f"optimizer.{call}()", self._collectives.gather_objects({"name": name}))
         if name not in self._index:
             raise KeyError(f"no trainable parameter is called {name!r}; their names: {', '.join(self._names[:8])}, ...")
-        self._collectives.at(f"step {self._steps + 1}, reading {name}")
         index = self._index[name]
         shape = self._shapes[index]
         whole = torch.empty(shape.numel(), dtype=torch.float32, device=self._collectives.device)

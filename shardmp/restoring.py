@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import codec, directory, in_place, products
-from .agreed import LOADED
+from .agreed import LOADED, refuse_other_arguments
 from .agreement import Joint
 from .checksum import crc32
 from .collectives import Collectives
@@ -129,6 +129,10 @@ def _load(
     strict: bool,
     cast: bool,
 ) -> Loaded:
+    given: dict[str, Any] = {"step": step, "optimizer": "None" if optimizer is None else "given"}
+    given |= {"strict": strict, "cast": cast, "names in extra": user.names}
+    told_arguments = joint.together(lambda: given)
+    joint.alike(lambda: refuse_other_arguments("shardmp.load()", told_arguments))
     found = _open(joint, root, step)
     made: list[Targets] = []
 
@@ -255,11 +259,12 @@ class _User:
     """The user's objects and values, and the random state.
 
     Attributes:
-        values: what was saved as `extra`. row: this rank's own, or None.
+        names: those of `extra`. values: what was saved as `extra`. row: this rank's own, or None.
     """
 
     def __init__(self, extra: Mapping[str, Any] | None, per_rank: Mapping[str, Any] | None) -> None:
         self._extra, self._per_rank = dict(extra or {}), dict(per_rank or {})
+        self.names = list(self._extra)
         self.values: dict[str, Any] = {}
         self.row: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from . import codec, directory
+from .agreed import refuse_other_arguments
 from .agreement import Joint
 from .checksum import crc32
 from .collectives import Collectives
@@ -188,21 +189,22 @@ def _prepared(
     made: list[Saved] = []
     copies: list[dict[str, Any]] = []
 
-    def check() -> tuple[int, dict[str, int]]:
+    def check() -> tuple[int, dict[str, Any], dict[str, int]]:
         optimizer.refuse_between_steps("shardmp.save()")
         _check_arguments(model, optimizer, number, keep)
         values = _states_of(extra)
         digests = {key: _checksum(value, f"extra[{key!r}]") for key, value in values.items()}
         own = {"random": codec.random_state(collectives.device), "values": _states_of(per_rank)}
         made.append(Saved(model, optimizer, values, codec.dumps(own, "per_rank")))
-        return made[0].row_length, digests
+        return made[0].row_length, {"step": number, "keep": keep, "background": background}, digests
 
     told = joint.together(check)
-    _refuse_differences([digests for _, digests in told])
+    joint.alike(lambda: refuse_other_arguments("shardmp.save()", [arguments for _, arguments, _ in told]))
+    joint.alike(lambda: _refuse_differences([digests for _, _, digests in told]))
     saved = made[0]
 
     def begin() -> str:
-        saved.add_row(max(length for length, _ in told))
+        saved.add_row(max(length for length, _, _ in told))
         copies.append(_snapshot(collectives, saved.state) if background else saved.state)
         return str(directory.begin(root, number, joint.at)) if joint.rank == 0 else ""
 

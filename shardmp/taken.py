@@ -15,7 +15,7 @@ removed) becomes the record. Parameters cost a tenth of a microsecond for their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -136,10 +136,14 @@ class Taken:
         """
         self._raise(self._changed_tree() or self._moved())
 
+    def refuse(self, message: str) -> NoReturn:
+        """Raise an error of this rank's own, which the others hear of where they wait for it."""
+        self._say(message)
+        raise RuntimeError(message)
+
     def _raise(self, message: str | None) -> None:
         if message is not None:
-            self._say(message)
-            raise RuntimeError(message)
+            self.refuse(message)
 
     def _changed_tree(self) -> str | None:
         if self._tree.is_unchanged():
