@@ -223,7 +223,9 @@ _TOLD = {kind.__name__: kind for kind in (TypeError, ValueError)}
 
 def _device_of(model: nn.Module, world: World) -> torch.device:
     """Where this rank trains."""
-    devices = {p.device for p in model.parameters()} if isinstance(model, nn.Module) else set()
+    devices: set[torch.device] = set()
+    with contextlib.suppress(Exception):  # no model, or one that raises: `_agree` meets it again, and tells the others
+        devices = {p.device for p in model.parameters()}
     kinds = {device.type for device in devices}
     if world.backend == "fake" and kinds <= {"meta"}:
         return torch.device("meta")  # a run that is only planned: everything but the numbers

@@ -28,10 +28,11 @@ def unexpanded(buffer: Tensor) -> Tensor:
 
 
 def _references(buffer: Tensor) -> float:
-    """How many hold this tensor: its views and graphs; Python's variables together count as one."""
-    count = getattr(
-        buffer, "_use_count", None
-    )  # private, and younger than torch 2.11: there every buffer counts as kept
+    """How many hold this tensor: its views and graphs; Python's variables together count as one.
+
+    Torch's count is private: where a version has none, every buffer counts as kept.
+    """
+    count = getattr(buffer, "_use_count", None)
     return float("inf") if count is None else float(count())
 
 

@@ -363,7 +363,7 @@ class ShardedModule(nn.Module):
         """What a method that is a generator yields: its body runs between the items, and reads weights there."""
         while True:
             self._parameters_.all_ready()
-            with self._autocast():
+            with self._explained(), self._autocast():
                 try:
                     item = next(generator)
                 except StopIteration:

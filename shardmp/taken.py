@@ -129,12 +129,12 @@ class Taken:
         )
 
     def check_model(self) -> None:
-        """After a forward has failed: whether it was because the model is not the one that shard() took over.
+        """After a forward has failed: whether a parameter was cast or moved. (`functional_call` exchanges some, for its time.)
 
         Raises:
-            RuntimeError: it is not, by the parameter's name.
+            RuntimeError: it was, by its name.
         """
-        self._raise(self._changed_tree() or self._moved())
+        self._raise(self._moved())
 
     def refuse(self, message: str) -> NoReturn:
         """Raise an error of this rank's own, which the others hear of where they wait for it."""

@@ -549,10 +549,12 @@ def test_d20_expanded_buffers_are_rank_0s_and_stay_expanded(rank: int, stage: in
     model, optimizer = sharded(plain, precision=fp16(16.0), stage=stage)
     assert model.ids.tolist() == [[0, 1, 2, 3]] * 2
     assert model.ids.stride() == (0, 1)
+    held = plain.ones
     plain.ones[0, 0] = 1.0 + rank  # written through its one element in memory, in an update of the model's own
     one_step(model, optimizer, x=torch.ones(4))
     assert model.ones.tolist() == [[1.0] * 4] * 3
     assert model.ones.stride() == (0, 1)
+    assert plain.ones is held
 
 
 def dtensor(model: nn.Module) -> None:
@@ -625,18 +627,21 @@ class Untouchable(nn.Module):
         self.w = nn.Parameter(torch.ones(4))
         self.broken = broken
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         if self.broken:
             raise KeyError("no such table")
-        return super().named_buffers(*args, **kwargs)
+        return super().named_parameters(*args, **kwargs)
 
 
 @on_ranks(2, 3)
 def test_d20_whatever_one_rank_raises_while_it_looks_the_others_hear_its_words(rank: int) -> None:
     """They heard that it was gone."""
     words = "no such table" if rank == 1 else r"rank 1: shard\(\) raised KeyError: 'no such table'"
+    model = Untouchable(False)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    model.broken = rank == 1
     with pytest.raises(KeyError if rank == 1 else RuntimeError, match=words):
-        sharded(Untouchable(rank == 1))
+        shardmp.shard(model, optimizer)
 
 
 @on_ranks(2)

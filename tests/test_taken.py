@@ -123,6 +123,17 @@ def test_a_change_that_concerns_no_trainable_parameter_passes_and_becomes_the_re
         step(model, optimizer)
 
 
+@pytest.mark.parametrize("call", [lambda model, x: model(x), lambda model, x: list(model.stream(x))])
+def test_a_forward_that_fails_because_a_part_was_cast_says_so_and_other_failures_stay_what_they_are(call: Any) -> None:
+    plain = Parts()
+    model, _ = sharded(plain, precision=fp16(16.0))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        call(model, torch.ones(2, 5))
+    plain.actor.double()
+    with pytest.raises(RuntimeError, match="parameter actor.weight was taken out of its bucket.*cast"):
+        call(model, torch.ones(2, 4))
+
+
 def test_a_change_that_is_taken_back_is_none() -> None:
     plain = Parts()
     model, optimizer = sharded(plain, precision=fp16(16.0))
