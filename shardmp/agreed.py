@@ -81,7 +81,8 @@ class Agreed:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._last: tuple[Any, ...] = ()
+        self._parts: list[Any] = []  # of the last step, each with its own checksum: a schedule changes one of many
+        self._checksums: list[int] = []
         self._hash = 0
         self._weights = torch.empty(2, 0, dtype=torch.int64, device=collectives.device)
 
@@ -95,9 +96,14 @@ class Agreed:
         self._collectives.facts.pop(LOADED, None)
         if self._collectives.world_size == 1:
             return Snapshot(*known, None), 0.0
-        if known != self._last:
-            self._last = known
-            self._hash = checksum(known)
+        parts = [*options, (clip, divided), *known[-1].items()]
+        if parts != self._parts:
+            if len(parts) != len(self._parts):
+                self._parts, self._checksums = [None] * len(parts), [0] * len(parts)
+            for index, (part, before) in enumerate(zip(parts, self._parts, strict=True)):
+                if part != before:
+                    self._checksums[index] = checksum(part)
+            self._parts, self._hash = parts, checksum(self._checksums)
         if not tensors:
             return Snapshot(*known, None), float(self._hash)
         device = self._collectives.device

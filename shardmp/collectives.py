@@ -120,7 +120,7 @@ class Collectives(Poison):
             yield
         except RuntimeError as error:
             self.poison(f"{operation} at {self._roll.place}")
-            raise RuntimeError(self._roll.explain(operation, str(error), self._is_broken)) from error
+            raise RuntimeError(self._roll.explain(operation, str(error), self._is_broken) + self.because()) from error
         except BaseException as error:  # Ctrl-C: what was under way is lost
             self.poison(f"{operation} at {self._roll.place}: {type(error).__name__}")
             raise

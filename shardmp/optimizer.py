@@ -238,6 +238,7 @@ class ShardedOptimizer(Accounts, Refusals):
         self._steps += 1
         self.report = StepReport(self._steps, verdict, scaler, self._names, own, self._collectives.rank)
         self._skip_log.expect(self.report)
+        self._collectives.why = self.report.why_withheld
         self._original._opt_called = True  # type: ignore[attr-defined]  # for a scheduler made before `shard`
         self._clip_once = None
         self._start_window()

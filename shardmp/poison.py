@@ -10,13 +10,15 @@ Invariant: whatever is interrupted (an error, Ctrl-C, memory that runs out) leav
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Poison:
     """What has failed, and the refusal of everything after it."""
 
     failure: str | None = None
+    why: Callable[[], str] | None = None
+    """What this rank knows of a cause, beside the failure itself; "" where there is none."""
 
     def refuse_after_failure(self) -> None:
         """Raise if a collective, or other work of all ranks, has failed before.
@@ -29,6 +31,10 @@ class Poison:
                 f"a collective failed before ({self.failure}); ranks may be a step apart, so nothing more is done: "
                 "restart from the last checkpoint"
             )
+
+    def because(self) -> str:
+        """What `why` says, as the end of an error's words."""
+        return "" if self.why is None else self.why()
 
     def poison(self, reason: str) -> None:
         """Remember that this rank left the common order of collectives."""

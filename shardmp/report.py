@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -218,7 +219,7 @@ class StepReport:
             return f"under the static loss scale {precision.static_scale}: choose a smaller one, or a dynamic one"
         return f"at the smallest loss scale, {precision.min_scale}: gradients overflow whatever the scale"
 
-    def raise_withheld(self, collectives: Collectives | None = None) -> None:
+    def raise_withheld(self, collectives: Collectives | None = None) -> NoReturn:
         """Say why nothing was written.
 
         Args:
@@ -250,6 +251,15 @@ class StepReport:
             f"{start}step(divide_by=...): expected one finite number above 0, the same on every rank, got {divisors} by "
             "rank; the gradients are gone, and everything else is as it was"
         )
+
+    def why_withheld(self) -> str:
+        """A line that says why, where it is known without waiting; else "". A rank that has read it may have stopped."""
+        if not (self._numbers.is_here and self.withheld):
+            return ""
+        try:
+            self.raise_withheld()
+        except (ValueError, RuntimeError) as cause:
+            return f"\n{cause}"
 
     def __repr__(self) -> str:
         if self.withheld:

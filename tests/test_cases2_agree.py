@@ -157,6 +157,54 @@ def test_reading_the_report_of_a_withheld_step_names_the_rank_and_its_own_option
     assert "withheld" in repr(report)
 
 
+def rank_0_alone_reads() -> str:
+    rank = torch.distributed.get_rank()
+    model, optimizer = sharded(Wide(), lr=1.0)
+    optimizer.param_groups[0]["lr"] = (1.0, 0.5)[rank]
+    optimizer.backward(model())
+    report = optimizer.step()
+    try:
+        if rank == 0:
+            print(report.loss)
+        else:
+            optimizer.backward(model())
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_where_one_rank_alone_reads_the_report_and_stops_the_others_error_says_why_too() -> None:
+    for rank, said in enumerate(run_ranks(rank_0_alone_reads, 2, group_timeout=2, fresh=True)):
+        assert "step 1 has written nothing: ranks 1 have other options than rank 0" in said
+        assert f"This is rank {rank}, which has" in said
+
+
+@on_ranks(2)
+def test_loading_a_checkpoint_on_all_ranks_repairs_weights_that_one_rank_has_loaded(rank: int, tmp_path: Any) -> None:
+    model, optimizer = sharded(Weights(), lr=0.5, precision="bf16")
+    shardmp.save(tmp_path, model, optimizer)
+    for alone in (False, True):
+        if rank == 1:
+            model.load_state_dict({"w": torch.full((4,), 3.0)})
+        shardmp.load(tmp_path, model, None if alone else optimizer)
+        for step in range(2):
+            optimizer.backward(model(torch.ones(4)))
+            optimizer.step()
+            assert optimizer.master("w").tolist() == [0.5 - 0.5 * step] * 4
+
+
+@on_ranks(2)
+def test_a_load_with_its_optimizer_on_one_rank_only_is_an_error(rank: int, tmp_path: Any) -> None:
+    model, optimizer = sharded(Weights(), lr=0.5, precision="bf16")
+    shardmp.save(tmp_path, model, optimizer)
+    shardmp.load(tmp_path, model, optimizer if rank else None)
+    optimizer.backward(model(torch.ones(4)))
+    assert optimizer.step().withheld
+    optimizer.backward(model(torch.ones(4)))
+    with pytest.raises(ValueError, match=r"without its optimizer on rank 0; .* with its optimizer on rank 1"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_save_says_it_too(rank: int, tmp_path: Any) -> None:
     model, optimizer = sharded(Wide(), lr=1.0)
