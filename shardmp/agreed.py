@@ -90,12 +90,12 @@ class Agreed:
         self, groups: Sequence[dict[str, Any]], clip: float | None, *, divided: bool
     ) -> tuple[Snapshot, float | Tensor]:
         """This rank's snapshot and its checksum, which nothing has waited for."""
+        if self._collectives.world_size == 1:
+            return Snapshot([], clip, divided, {}, None), 0.0
         tensors: list[Tensor] = []
         options = [plain_options(group, tensors) for group in groups]
         known = (options, clip, divided, dict(self._collectives.facts))
         self._collectives.facts.pop(LOADED, None)
-        if self._collectives.world_size == 1:
-            return Snapshot(*known, None), 0.0
         parts = [*options, (clip, divided), *known[-1].items()]
         if parts != self._parts:
             if len(parts) != len(self._parts):

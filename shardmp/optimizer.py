@@ -86,9 +86,9 @@ class ShardedOptimizer(Accounts, Refusals):
         self._gradients = gradients
         self._update = update
         self._taken = taken
-        update.applied_steps = lambda: self._steps - self.skipped_steps - int(self._withheld.item())
+        update.applied_steps = lambda: self._steps - self.skipped_steps
         self._losses = Losses(scaler or LossScaler(precision, collectives.device), gradients)
-        self._skipped, self._withheld = torch.zeros(2, dtype=torch.int64, device=collectives.device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=collectives.device)
         self._average = average
         self._clip_once: float | None = None
         self._heartbeat = heartbeat.start(collectives.rank, local_rank_of(os.environ), os.environ)
@@ -209,7 +209,6 @@ class ShardedOptimizer(Accounts, Refusals):
 
     def _step(self, divide_by: float | Tensor | None) -> None:
         self._collectives.at(f"step {self._steps + 1}, after backward {self._gradients.backwards}")
-
         clip = self._max_grad_norm if self._clip_once is None else self._clip_once
         own, checksum = self._agreed.take(self.param_groups, clip, divided=divide_by is not None)
         verdict = decide(
@@ -233,8 +232,6 @@ class ShardedOptimizer(Accounts, Refusals):
         scaler = self._losses.scaler
         scaler.update(verdict.found_inf, verdict.loss_not_finite, ~verdict.withheld)
         self._skipped += verdict.skipped
-        self._withheld += verdict.withheld
-
         self._steps += 1
         self.report = StepReport(self._steps, verdict, scaler, self._names, own, self._collectives.rank)
         self._skip_log.expect(self.report)
@@ -289,6 +286,7 @@ class ShardedOptimizer(Accounts, Refusals):
         """
         if self.report is not None and self.report.withheld and self._told is not self.report:
             self._told = self.report
+            self._steps -= 1  # it was none
             self._agreed.put_back(self.report.snapshot)
             self.report.raise_withheld(self._collectives)
 
