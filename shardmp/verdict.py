@@ -214,7 +214,8 @@ def decide(
     too_large, divide_by, checksum, unsynced = rows
     too_large[rank] = own.too_large
     checksum[rank] = own.checksum
-    unsynced[rank] = own.unsynced
+    if own.unsynced:
+        unsynced[rank] = 1.0
     if own.divide_by is not None:
         divide_by[rank : rank + 1] = own.divide_by
     pinned = device.type == "cuda"  # or the copy would wait
