@@ -200,7 +200,7 @@ REFUSED = [
     (Nested, "its state 'averages' is neither one number for each element nor the same on every piece"),
     (Blocks, "its state 'largest' is neither one number for each element nor the same"),
     (Outside, "its step.. writes the attribute 'sums'.*keeps state outside `state`"),
-    (Nobodys, "keeps count in its `state`, which is no parameter's"),
+    (Nobodys, "keeps 'count' in its `state`, which is no parameter's"),
     (Unsaved, "its attribute 'counter', which step.. changes: a Count cannot be stored"),
     (Wrapper, "Wrapper wraps another optimizer .its attribute inner."),
     (Cached, "Cached .*changed nothing"),
