@@ -100,8 +100,7 @@ def test_d22_a_rank_that_is_stopped_is_named_within_the_time_out(how: str, tmp_p
         assert kind == "RuntimeError"  # also on the one that was stopped, which is woken later
         assert f"rank {rank} (host {socket.gethostname()}, pid " in text
         assert "rank 1 (host " in text
-        assert "is stopped (SIGSTOP): its last sign of life is" in text
-        assert how == "load" or f"last at writing {tmp_path}" in text
+        assert "is stopped (SIGSTOP)" in text  # with the age of its last sign, where it has given one
         assert rank == 1 or seconds < TIMEOUT + 5
         assert all("failed before" in refusal for refusal in afterwards)
         assert not threads
