@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,11 @@ def test_a_missing_damaged_or_foreign_rank_file_is_named(saved: Path, name: str,
     model.rename(path / "elsewhere")
     assert f"{model} is missing" in refusal(path, target, shardmp.CheckpointError)
     (path / "elsewhere").rename(model)
-    first.write_bytes(first.read_bytes().replace(b"0.19.8", b"0.99.8"))
+    with zipfile.ZipFile(first) as file:
+        members = {name: file.read(name).replace(b"0.19.8", b"0.99.8") for name in file.namelist()}
+    with zipfile.ZipFile(first, "w") as file:  # with checksums that are right
+        for name, content in members.items():
+            file.writestr(name, content)
     assert "DeepSpeed 0.14 to 0.19, found version '0.99.8'" in refusal(path, target)
 
 
