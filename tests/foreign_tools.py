@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import struct
 import sys
 import time
 import types
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -206,6 +208,14 @@ def mutate_pickle(content: bytes, generator: random.Random) -> tuple[bytes, str]
 
 
 # -- archives
+
+
+def archive(members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", method) as file:
+        for name, content in members.items():
+            file.writestr(f"archive/{name}", content)
+    return stream.getvalue()
 
 
 _HEADERS = {b"PK\3\4": "HHHHHLLLHH", b"PK\1\2": "HHHHHHLLLHHHHHLL", b"PK\5\6": "HHHHLLH", b"PK\6\6": "QHHLLQQQQ"}

@@ -252,8 +252,8 @@ def test_a_missing_damaged_or_foreign_rank_file_is_named(saved: Path, name: str,
     with zipfile.ZipFile(first) as file:
         members = {name: file.read(name).replace(b"0.19.8", b"0.99.8") for name in file.namelist()}
     with zipfile.ZipFile(first, "w") as file:  # with checksums that are right
-        for name, content in members.items():
-            file.writestr(name, content)
+        for member, content in members.items():
+            file.writestr(member, content)
     assert "DeepSpeed 0.14 to 0.19, found version '0.99.8'" in refusal(path, target)
 
 
