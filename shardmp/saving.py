@@ -50,6 +50,7 @@ class Saving:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._is_complete = False
+        self._is_told = False  # whether somebody was told that it failed
 
     @property
     def done(self) -> bool:
@@ -65,7 +66,7 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
-            error, self._error = self._error, None
+            error, self._error, self._is_told = self._error, None, True
             raise error
         if not self._is_complete:
             raise RuntimeError(f"the save to {self.path} failed: {self.path.name} is not complete")
@@ -107,7 +108,8 @@ def wait_for_save(collectives: Collectives) -> None:
         if saving._thread is not None:
             saving._thread.join()  # an interruption leaves it in the table
         del _saving[collectives]
-        saving.wait()
+        if not saving._is_told:
+            saving.wait()
 
 
 def save(
