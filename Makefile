@@ -6,7 +6,7 @@ MPI_STAMP := .venv/.installed-mpi
 INTEROP_STAMP := .venv/.installed-interop
 BENCH_STAMP := .venv/.installed-bench
 
-.PHONY: setup demo test test-slow test-interop test-cluster test-gpu cluster lint format bench clean
+.PHONY: setup demo test test-slow test-fuzz test-interop test-cluster test-gpu cluster lint format bench clean
 
 setup: $(STAMP)
 
@@ -21,10 +21,14 @@ demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/shardmp launch --nproc-per-node 2 examples/train_gpt.py
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not cluster and not interop"
+	$(BIN)/python -m pytest -m "not slow and not fuzz and not gpu and not cluster and not interop"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Calls interrupted at each of their lines, with the number of lines; what happens afterwards is held against a run that is not.
+test-fuzz: setup
+	$(BIN)/python -m pytest -m fuzz -s
 
 $(INTEROP_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[test,interop,deepspeed]' torch==2.13.0

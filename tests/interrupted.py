@@ -85,7 +85,7 @@ def _is_moment(frame: FrameType, event: str) -> bool:
 
 @functools.cache
 def _ends_of_with(code: CodeType) -> set[int]:
-    """Where `with` calls `__exit__`: the tracer sees its line once more there, but Python looks for no signal before the call."""
+    """Where `with` calls `__exit__`: the tracer sees its line again, but Python looks for no signal there."""
     instructions = list(dis.get_instructions(code))
     found = set()
     for index, instruction in enumerate(instructions):
