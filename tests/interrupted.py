@@ -44,6 +44,11 @@ class Moment:
     event: str
     count: int
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is a line's first time."""
+        return self.event == "line" and self.count == 1
+
     def __str__(self) -> str:
         when = "" if self.count == 1 else f", time {self.count}"
         return f"{Path(self.file).name}:{self.line} ({self.event}{when})"
@@ -132,6 +137,8 @@ class Trial:
     name = ""
     thorough = False
     """Raise both kinds at each moment; otherwise they take turns."""
+    others = 0.25
+    """The share of the moments that are no line's first time which is tried; those are tried all."""
 
     def make(self) -> Any:
         """A fresh state, the same each time."""
@@ -169,20 +176,22 @@ def interrupt_everywhere(trial: Trial, *, share: float = 1.0, seed: int = 0, onl
     """Interrupt a call at each of its moments, by each kind of exception.
 
     Args:
-        share: of the interruptions, chosen by `seed`; 1 makes all.
+        share: of the interruptions, chosen by `seed`.
         only: these moments alone, to look at a failure.
     """
     trial.call(trial.make())  # what is made once in a process, such as caches, is made before
     state = trial.make()
     moments = moments_of(lambda: trial.call(state))
     tally = Tally(trial.name, len({(m.file, m.line) for m in moments if m.event == "line"}))
+    chance = random.Random(f"{seed} {trial.name}")
+    chosen = list(only) or [m for m in moments if m.is_first or trial.thorough or chance.random() < trial.others]
     cases = [
         (moment, kind)
-        for number, moment in enumerate(list(only) or moments)
+        for number, moment in enumerate(chosen)
         for kind in (KINDS if trial.thorough else KINDS[number % 2 :][:1])
     ]
     if share < 1:
-        cases = random.Random(f"{seed} {trial.name}").sample(cases, max(1, round(share * len(cases))))
+        cases = chance.sample(cases, max(1, round(share * len(cases))))
     for moment, kind in cases:
         state = trial.make()
         came, error = interrupted_at(lambda state=state: trial.call(state), moment, kind)  # type: ignore[misc]
