@@ -17,7 +17,7 @@ from rich.table import Table
 from . import budgeting
 from .budget_words import ITEMSIZE
 
-_HEADS = {"parameters": "params", "buckets": "in flight", "temporaries": "temp."}
+_HEADS = {"parameters": "params", "gradients": "grads", "buckets": "in\nflight", "temporaries": "temp."}
 
 
 def tables(found: dict[str, Any]) -> Group:
@@ -61,7 +61,7 @@ def _activations(found: dict[str, Any], unit: str, said: Callable[[float], str])
         title_justify="left",
     )
     table.add_column("", no_wrap=True)
-    heads = ("kept", "copies", "dynamic", "static", "ratio", "most at once")
+    heads = ("kept", "copies", "dynamic", "static", "ratio", "most\nat once")
     for head in heads:
         table.add_column(head, justify="right")
     for name, row in traced["memory"].items():

@@ -18,7 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
 from typer.core import TyperCommand
 
 USAGE_ERROR, FAILURE = 2, 1
@@ -33,9 +36,15 @@ def say(text: str, stderr: bool = True) -> None:
     Console(stderr=stderr, highlight=False, emoji=False).print(text, soft_wrap=True, markup=False)
 
 
-def show(table: RenderableType) -> None:
-    """A table on stdout, uncut: in a terminal of less than 80 columns the terminal breaks its lines."""
-    Console(highlight=False, width=max(COLUMNS, Console().width)).print(table)
+def show(found: RenderableType) -> None:
+    """Tables on stdout, uncut: in 80 columns without vertical lines where they are too wide with them."""
+    console = Console(highlight=False, width=max(COLUMNS, Console().width))
+    for table in found.renderables if isinstance(found, Group) else [found]:
+        if isinstance(table, Table) and Measurement.get(console, console.options, table).maximum >= console.width:
+            table.box, table.padding, table.pad_edge, table.show_edge = box.SIMPLE_HEAD, (0, 0), False, False
+            for column in table.columns:
+                column.overflow, column.no_wrap = "fold", column.justify == "right"
+    console.print(found)
 
 
 def command(app: typer.Typer, name: str, example: str, **settings: Any) -> Callable[[Callable[..., None]], Any]:

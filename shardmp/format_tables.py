@@ -40,7 +40,7 @@ def all_formats() -> Table:
     )
     table.add_column("format", no_wrap=True)
     for heading in (
-        "bits: sign\n+ exponent\n+ fraction",
+        "sign+\nexp.+\nfract.",
         "bytes",
         "largest",
         "smallest\nnormal",
@@ -48,12 +48,12 @@ def all_formats() -> Table:
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("spacing\nat 1", justify="right", no_wrap=True)
-    table.add_column("decimal\ndigits", justify="right", no_wrap=True)
+    table.add_column("dec.\ndig.", justify="right", no_wrap=True)
     for fmt in FORMATS.values():
         figures = (fmt.largest, fmt.smallest_normal, fmt.smallest, fmt.epsilon)
         table.add_row(
             fmt.name,
-            f"1 + {fmt.exponent_bits} + {fmt.fraction_bits}",
+            f"1+{fmt.exponent_bits}+{fmt.fraction_bits}",
             str(fmt.storage),
             *(_short(figure) for figure in figures),
             f"{fmt.decimal_digits:.1f}",

@@ -17,7 +17,7 @@ def formats(*arguments: str) -> Any:
 def test_without_a_number_every_format_is_shown_uncut() -> None:
     shown = formats()
     assert shown.exit_code == 0
-    for part in ("FP8 E4M3", "1 + 11 + 52", "1.79769e+308", "9.18355e-41", "TF32 is FP32 in memory"):
+    for part in ("FP8 E4M3", "1+11+52", "1.79769e+308", "9.18355e-41", "TF32 is FP32 in memory"):
         assert part in shown.stdout
     assert "…" not in shown.stdout
 
@@ -33,7 +33,7 @@ def test_a_negative_number_is_not_taken_for_an_option(number: str) -> None:
     shown = formats(number)
     assert shown.exit_code == 0, shown.output
     assert f"{number} in FP16" in shown.stdout
-    assert "│ 1 " in shown.stdout  # the sign bit
+    assert "│ 1 " in shown.stdout or ")  1 " in shown.stdout or ") 1 " in shown.stdout  # the sign bit
 
 
 def test_compare_shows_all_formats() -> None:
