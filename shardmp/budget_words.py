@@ -24,7 +24,7 @@ from .precision import DTYPES, Precision, as_precision
 
 ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 MOST_PARAMETERS = 10**13
-MOST_MATRICES = 10**6
+MOST_MATRICES = 5 * 10**6  # above what MOST_PARAMETERS makes in buckets of the usual size
 MOST_BYTES = 2**50
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "b": 1}

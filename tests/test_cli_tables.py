@@ -22,7 +22,7 @@ MODEL = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(6
             ["budget", "--params", "7B", "--ranks", "64", "--fits", "80GiB"],
             ["together", "0.00909", "29.3", "shardmp, stage 2"],
         ),
-        (["budget", "--params", "9999B", "--ranks", "8"], ["together"]),
+        (["budget", "--params", "900B", "--ranks", "8"], ["together"]),
         (
             ["budget", "--model", "model:make", "--batch", "8x64", "--device", "cpu"],
             ["dynamic", "static", "shardmp, stage 2"],
