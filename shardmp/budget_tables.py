@@ -47,7 +47,7 @@ def _memory(found: dict[str, Any], unit: str, said: Callable[[float], str]) -> T
         if name.endswith("stage 1"):
             table.add_section()
         if row is None:
-            table.add_row(f"{name}: not there yet")
+            table.add_row(f"{name}: to come")
         else:
             values = (said(row[kind]) if kind in row else "" for kind in kinds)
             table.add_row(name, *values, said(sum(row.values())))

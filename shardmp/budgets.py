@@ -171,7 +171,7 @@ def figures(run: Run) -> dict[str, Any]:
     psi, moments = run.parameters, run.moments
     memory: dict[str, dict[str, Any] | None] = {
         "FP32, one device": budgeting.fp32_memory(psi, moments=moments),
-        "plain mixed precision, one device": budgeting.unsharded_memory(psi, moments=moments),
+        "mixed precision, one device": budgeting.unsharded_memory(psi, moments=moments),
     }
     for stage in (1, 2, 3):
         memory[f"ZeRO paper, stage {stage}"] = budgeting.zero_memory(psi, run.ranks, stage, moments=moments)

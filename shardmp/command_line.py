@@ -32,7 +32,11 @@ _MACHINE = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, e
 
 
 def say(text: str, stderr: bool = True) -> None:
-    """One message as it is: never wrapped, so that it can be copied and searched for."""
+    """One message as it is: never wrapped, so that it can be copied and searched for.
+
+    Names out of files are in it: what is not printable (an escape sequence) does not reach the terminal as it is.
+    """
+    text = "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
     Console(stderr=stderr, highlight=False, emoji=False).print(text, soft_wrap=True, markup=False)
 
 

@@ -174,8 +174,8 @@ def _warn_of_pointer(root: Path) -> None:
     newest = next(iter(complete(root)), None)
     if newest is not None and (root / LATEST).exists():
         try:
-            name = repr((root / LATEST).read_text().strip()[:100])
-        except (OSError, UnicodeDecodeError):
+            name = repr(read_whole(root / LATEST, 256).decode().strip()[:100])
+        except (OSError, UnicodeDecodeError, CheckpointError):
             name = "what cannot be read"
         warnings.warn(f"{root / LATEST} names {name}, which is no checkpoint here; taking {newest.name}", stacklevel=3)
 

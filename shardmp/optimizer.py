@@ -140,6 +140,7 @@ class ShardedOptimizer(Accounts, Refusals):
             )
         scaled = None if loss is None else self.scale(loss)
         self._refuse_unfinished_backward()
+        self._taken.check_backward()
         self._gradients.refuse_too_many()
         with self._collectives.all_or_nothing("backward"):
             if scaled is not None:
@@ -444,6 +445,8 @@ class ShardedOptimizer(Accounts, Refusals):
 
     def load_counters(self, counters: dict[str, Any]) -> None:
         """Go on counting from there, without a report of the step before."""
+        counted = {key: counters[key] for key in ("steps", "skipped")} | counters["scaler"]
+        self._collectives.facts["loaded with the optimizer,"] = counted
         self._steps = counters["steps"]
         self._skipped.fill_(counters["skipped"])
         self._losses.scaler.load(counters["scaler"])

@@ -102,14 +102,10 @@ def train(t: Training, act: Act = lambda t: None, **options: Any) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """What a rank does, and what is right: words of the error that all ranks raise; None where all end equal.
+    """What a rank does, and what is right: words of the error that all ranks raise; None where all end equal."""
 
-    `because` says why nothing is to differ where a row has no run: an argument that is a rank's own matter.
-    """
-
-    run: Callable[[Training], Any] | None
+    run: Callable[[Training], Any]
     error: str | None = None
-    because: str = ""
 
 
 # -- rows by kind
@@ -395,13 +391,72 @@ def _checkpoints_call(call: Callable[[shardmp.Checkpoints], Any]) -> Callable[[T
     return run
 
 
+def _count_otherwise(t: Training) -> None:
+    counters = t.optimizer.counters()
+    counters["scaler"]["scale"] = 8.0
+    t.optimizer.load_counters(counters)
+
+
 def _stop(t: Training) -> None:
     t.optimizer.stop_requested = t.odd
     t.step(5)
     t.told.append(t.optimizer.report.stop)
 
 
-OWN = "each rank's own matter: "
+def _withheld(t: Training) -> str:
+    """One rank looks at a step that was withheld, and the others go on."""
+    make(t)
+    t.step(1)
+    if t.odd:
+        t.optimizer.param_groups[0]["lr"] = 0.5
+    t.step(2)
+    if t.odd:
+        t.optimizer.report.raise_withheld()
+    t.step(3)
+    return t.digest()
+
+
+def _saved(t: Training, look: Callable[[shardmp.Saving], Any]) -> None:
+    saving = shardmp.save(t.directory, t.model, t.optimizer, background=True)
+    if t.odd:
+        look(saving)
+    t.step(4)
+    saving.wait()
+
+
+def _scheduled(t: Training, method: str) -> str:
+    """A class with `train` and `eval`, of which one rank calls one: it is collective."""
+    make(t, optimizer=_Averaging)
+    t.step(1)
+    if t.odd:
+        getattr(t.optimizer, method)()
+    t.step(2)
+    t.step(3)
+    return t.digest()
+
+
+class _Averaging(torch.optim.SGD):
+    """Plain descent, whose `eval` halves the parameters and whose `train` brings them back."""
+
+    def eval(self) -> None:
+        self._times(0.5)
+
+    def train(self) -> None:
+        self._times(2.0)
+
+    @torch.no_grad()
+    def _times(self, factor: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(factor)
+
+
+def _replace(t: Training, name: str, value: Any) -> None:
+    setattr(t.model, name, value)
+
+
+_REPORTED = ("loss", "stop", "overflow")
+
 ROWS: dict[str, Row] = {
     # shard
     "shard(model)": of_shard("model", 48, "first.weight"),
@@ -416,6 +471,10 @@ ROWS: dict[str, Row] = {
     "shard(buffers)": of_shard("buffers", "local", "options"),
     "shard(scaler)": Row(_shared, "scaler"),
     "shard(group)": Row(_group, ""),
+    # init, when the process group is there: each rank's own look at it
+    "init(backend)": only_odd(lambda t: shardmp.init(backend="gloo")),
+    "init(timeout)": only_odd(lambda t: shardmp.init(timeout=77)),
+    "init(arrival_timeout)": only_odd(lambda t: shardmp.init(arrival_timeout=77)),
     # Precision
     "Precision(param)": of_precision("param", "bf16"),
     "Precision(init_scale)": of_precision("init_scale", 128.0),
@@ -447,6 +506,16 @@ ROWS: dict[str, Row] = {
         lambda t: t.optimizer.clip_grad_norm_(t.otherwise(1.0, 0.5)), "clip_grad_norm_"
     ),
     "ShardedOptimizer.max_grad_norm": all_do(_set_clip, "max_grad_norm"),
+    "ShardedOptimizer.train": Row(lambda t: _scheduled(t, "train"), ""),
+    "ShardedOptimizer.eval": Row(lambda t: _scheduled(t, "eval"), ""),
+    "ShardedOptimizer.counters()": reading(lambda t: t.optimizer.counters()),
+    "ShardedOptimizer.load_counters(counters)": only_odd(_count_otherwise, "loss scale"),
+    "ShardedOptimizer.refuse_between_steps(operation)": reading(lambda t: t.optimizer.refuse_between_steps("this")),
+    "ShardedOptimizer.refuse_withheld()": reading(lambda t: t.optimizer.refuse_withheld()),
+    "ShardedOptimizer.shared_scaler()": reading(lambda t: t.optimizer.shared_scaler()),
+    "ShardedOptimizer.shares_ranks_with(collectives)": reading(
+        lambda t: t.optimizer.shares_ranks_with(t.optimizer._collectives)
+    ),
     "ShardedOptimizer.loss_scale": reading(lambda t: t.optimizer.loss_scale),
     "ShardedOptimizer.skipped_steps": reading(lambda t: t.optimizer.skipped_steps),
     "ShardedOptimizer.steps": reading(lambda t: t.optimizer.steps),
@@ -460,8 +529,8 @@ ROWS: dict[str, Row] = {
     ),
     "ShardedOptimizer.full_grad(name)": all_do(_full_grad, "full_grad"),
     # ShardedModule
-    "ShardedModule.forward(args)": all_do(lambda t: t.step(t.otherwise(4, 5))),
-    "ShardedModule.forward(kwargs)": reading(lambda t: t.model(torch.ones(2, 8), scale=2.0)),
+    "ShardedModule.forward()": all_do(lambda t: t.step(t.otherwise(4, 5))),
+    "ShardedModule.forward() without a backward": reading(lambda t: t.model(torch.ones(2, 8), scale=2.0)),
     "ShardedModule.no_sync()": all_do(_no_sync, "no_sync", stage=1),
     "ShardedModule.no_sync() last": all_do(_last_under_no_sync, "no_sync", stage=1),
     "ShardedModule.zero_grad()": all_do(_model_zero_between, "zero_grad"),
@@ -472,7 +541,27 @@ ROWS: dict[str, Row] = {
     "ShardedModule.load_state_dict()": only_odd(_load_weights, "load_state_dict"),
     "ShardedModule.load_state_dict(state_dict)": all_do(_load_other_weights, "load_state_dict"),
     "ShardedModule.load_state_dict(strict)": all_do(_load_some_weights, "load_state_dict"),
+    "ShardedModule.load_state_dict(assign)": only_odd(
+        lambda t: t.model.load_state_dict(t.model.state_dict(), assign=True), ""
+    ),
     "ShardedModule buffers": all_do(_larger_buffer, "buffer"),
+    "ShardedModule.register_buffer()": only_odd(lambda t: t.model.register_buffer("late", torch.ones(3)), "late"),
+    "ShardedModule.register_parameter()": only_odd(
+        lambda t: t.model.register_parameter("late", nn.Parameter(torch.ones(3))), "late"
+    ),
+    "ShardedModule.register_module()": only_odd(lambda t: t.model.register_module("late", nn.Linear(2, 2)), "late"),
+    "ShardedModule.add_module()": only_odd(lambda t: t.model.add_module("late", nn.Linear(2, 2)), "late"),
+    **{
+        f"ShardedModule.register_{name}(hook)": reading(
+            lambda t, name=name: getattr(t.model, f"register_{name}")(lambda *_: None)
+        )
+        for name in (
+            "state_dict_pre_hook",
+            "state_dict_post_hook",
+            "load_state_dict_pre_hook",
+            "load_state_dict_post_hook",
+        )
+    },
     # save and load
     "save(root)": all_do(_other_root),  # rank 0's is the one
     "save(step)": all_do(_save(step=40), "step"),
@@ -496,42 +585,70 @@ ROWS: dict[str, Row] = {
     "Checkpoints(extra)": Row(_checkpoints(extra={"a": 1}), "extra"),
     "Checkpoints(per_rank)": Row(_checkpoints(per_rank={"a": 1})),
     "Checkpoints(background)": Row(_checkpoints(background=True), "background"),
-    "Checkpoints.save()": Row(_checkpoints_call(lambda c: c.save()), ""),
+    "Checkpoints.save(background)": Row(_checkpoints_call(lambda c: c.save()), ""),
     "Checkpoints.resume()": Row(_checkpoints_call(lambda c: c.resume()), ""),
     "Checkpoints.after_step()": Row(_checkpoints_call(lambda c: c.after_step())),
     "Checkpoints.step": Row(_checkpoints_call(lambda c: c.step)),
     "Checkpoints.close()": Row(_checkpoints_call(lambda c: c.close())),
+    # what a step and a save give
+    **{
+        f"StepReport.{name}": reading(lambda t, name=name: getattr(t.optimizer.report, name))
+        for name in ("grad_norm", "loss_scale", "skipped", "withheld", "hopeless_skips", "next_loss_scale", "arrived")
+    },
+    **{f"StepReport.{name}": reading(lambda t, name=name: getattr(t.optimizer.report, name)) for name in _REPORTED},
+    "StepReport.check_update()": reading(lambda t: t.optimizer.report.check_update()),
+    "StepReport.check_skips(precision)": reading(lambda t: t.optimizer.report.check_skips(t.optimizer.precision)),
+    "StepReport.raise_withheld(collectives)": Row(_withheld, "lr"),
+    "StepReport.why_withheld()": reading(lambda t: t.optimizer.report.why_withheld()),
+    "Saving.done": all_do(lambda t: _saved(t, lambda saving: saving.done)),
+    "Saving.wait()": all_do(lambda t: _saved(t, lambda saving: saving.wait())),
     "stop_requested": all_do(_stop),
 }
 
 
 # -- what needs a row
 
-# Whose first argument alone is given, or which no rank calls in a training.
-NOT_IN_A_TRAINING = ("Imported", "Loaded", "Overflow", "World", "budget", "export", "formats", "import_deepspeed")
+# The order of a call's arguments is Python's; what no rank calls in a training has no ranks that could differ.
+FUNCTIONS = (shardmp.shard, shardmp.init, shardmp.save, shardmp.load, shardmp.Checkpoints)
+CLASSES = (
+    shardmp.ShardedOptimizer,
+    shardmp.ShardedModule,
+    shardmp.Checkpoints,
+    shardmp.Saving,
+    shardmp.StepReport,
+)
+NOT_IN_A_TRAINING = {"CheckpointError", "Imported", "Loaded", "Overflow", "World", "budget", "export", "formats"} | {
+    "import_deepspeed",
+    "__version__",
+}
 
 
 def what_is_public() -> Iterator[str]:
     """Names of rows: each parameter of the functions, each field of `Precision`, each public method and property."""
-    for function in (shardmp.shard, shardmp.save, shardmp.load, shardmp.Checkpoints):
+    for function in FUNCTIONS:
         for name in inspect.signature(function).parameters:
-            if name not in ("self", "model", "optimizer") or (function, name) == (shardmp.load, "optimizer"):
-                yield f"{function.__name__}({name})"
-    yield from ("shard(model)", "shard(optimizer)")
+            if function in (shardmp.save, shardmp.Checkpoints) and name in ("model", "optimizer"):
+                continue  # what `shard` gave
+            if (function, name) == (shardmp.load, "model"):
+                continue
+            yield f"{function.__name__}({name})"
     for name in inspect.signature(shardmp.Precision).parameters:
         yield f"Precision({name})"
     for name in torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).defaults:
         yield f"group({name})"
         yield f"group({name}) at shard"
-    for owner in (shardmp.ShardedOptimizer, shardmp.ShardedModule, shardmp.Checkpoints):
+    for owner in CLASSES:
         for name, member in vars(owner).items():
-            if name.startswith("_"):
+            if name.startswith("_") and name != "__call__":
                 continue
             if not inspect.isfunction(member):
                 yield f"{owner.__name__}.{name}"
                 continue
-            arguments = [argument for argument in inspect.signature(member).parameters if argument != "self"]
-            yield from (f"{owner.__name__}.{name}({argument})" for argument in arguments or [""])
+            kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            own = [p.name for p in inspect.signature(member).parameters.values() if p.name != "self"]
+            if all(p.kind in kinds for p in inspect.signature(member).parameters.values() if p.name != "self"):
+                own = []
+            yield from (f"{owner.__name__}.{name}({argument})" for argument in own or [""])
 
 
 # -- running a row
@@ -540,10 +657,8 @@ def what_is_public() -> Iterator[str]:
 def ends(key: str, odd_rank: int, directory: str) -> tuple[str, str]:
     """How this rank ends: ("error", text), or ("value", digest)."""
     t = Training(dist.get_rank() == odd_rank, Path(directory))
-    run = ROWS[key].run
-    assert run is not None
     try:
-        return "value", run(t)
+        return "value", ROWS[key].run(t)
     except Exception as error:
         return "error", f"{type(error).__name__}: {error}"
 
