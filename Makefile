@@ -26,9 +26,10 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
-# Calls interrupted at each of their lines, with the number of lines; what happens afterwards is held against a run that is not.
+# Calls interrupted at each of their lines, half an hour; then random trainings against the plain reference, some minutes.
 test-fuzz: setup
 	$(BIN)/python -m pytest -m fuzz -s
+	$(BIN)/python tests/test_fuzz.py
 
 $(INTEROP_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[test,interop,deepspeed]' torch==2.13.0

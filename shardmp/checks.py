@@ -182,6 +182,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         raise TypeError("shard(optimizer): it is sharded already")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"shard(optimizer): expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if getattr(vars(optimizer).get("step"), "given_to_shard", False):
+        raise TypeError("shard(optimizer): it was given to shard() before; hand in a new one")
     if "param_groups" not in vars(optimizer):
         raise TypeError(f"shard(optimizer): {type(optimizer).__name__} wraps another optimizer; hand in the plain one")
     names = {id(p): name for name, p in model.named_parameters()}

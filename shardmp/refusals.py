@@ -99,6 +99,7 @@ def retire(optimizer: Optimizer, sharded: Optimizer) -> None:
     )
     # A scheduler that was made on it before looks for this mark before it trusts that steps are counted.
     step._wrapped_by_lr_sched = True
+    step.given_to_shard = True  # for a second `shard`
     optimizer.__dict__.update(
         step=step,
         zero_grad=sharded.zero_grad,

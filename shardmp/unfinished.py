@@ -26,6 +26,7 @@ class Unfinished:
 
         # A scheduler that was made on it before looks for this mark before it trusts that steps are counted.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        step.given_to_shard = True  # type: ignore[attr-defined]  # for a second `shard`
         optimizer.step = step  # type: ignore[method-assign]
         self._hooks = [module.register_forward_pre_hook(self._refuse) for module in model.modules()]
 

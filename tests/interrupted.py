@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import random
 import sys
 import threading
@@ -56,6 +57,8 @@ class Moment:
 
 def _traced(trace: Callable[..., Any], call: Callable[[], Any]) -> Any:
     before = sys.gettrace()
+    gc.collect()  # what is left of other trials ends here, and not at a moment of this one
+    gc.disable()
     threading.settrace(trace)
     sys.settrace(trace)
     try:
@@ -63,6 +66,7 @@ def _traced(trace: Callable[..., Any], call: Callable[[], Any]) -> Any:
     finally:
         sys.settrace(before)
         threading.settrace(None)  # type: ignore[arg-type]
+        gc.enable()
 
 
 def moments_of(call: Callable[[], Any]) -> list[Moment]:

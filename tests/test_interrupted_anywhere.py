@@ -622,8 +622,11 @@ class Sharding(Trial):
             self.call(state)
         if "interrupted" not in words:
             return "after"
-        forward = refusal(lambda: plain(INPUTS[0]))
-        assert "interrupted" in forward, forward
+        if any(module._forward_pre_hooks for module in plain.modules()):
+            forward = refusal(lambda: plain(INPUTS[0]))
+            assert "interrupted" in forward, forward
+        else:
+            assert equal(list(plain.state_dict().values()), list(self.make()[0].state_dict().values()))
         return "refused"
 
 
