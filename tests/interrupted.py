@@ -184,6 +184,8 @@ def interrupt_everywhere(trial: Trial, *, share: float = 1.0, seed: int = 0, onl
         only: these moments alone, to look at a failure.
     """
     trial.call(trial.make())  # what is made once in a process, such as caches, is made before
+    gc.collect()
+    gc.freeze()  # collecting torch's own objects before each call would take longer than the call
     state = trial.make()
     moments = moments_of(lambda: trial.call(state))
     tally = Tally(trial.name, len({(m.file, m.line) for m in moments if m.event == "line"}))
@@ -207,4 +209,5 @@ def interrupt_everywhere(trial: Trial, *, share: float = 1.0, seed: int = 0, onl
             text = f"{type(failure).__name__}: {failure}"
             tally.failures.append(f"{kind.__name__} at {moment}: {text} ({Path(where.filename).name}:{where.lineno})")
             del failure
+    gc.unfreeze()
     return tally
