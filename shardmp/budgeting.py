@@ -82,7 +82,8 @@ def temporaries(
         backwards: per step; an exact shard is copied, bucket by bucket, when its second backward widens it.
 
     About 60 bytes for each 1024 elements of the shard (each 64 in parameters of less than 1024), and up to 2 MiB for sums
-    (4 if exact). An optimizer without fused kernels takes three tiles, 3 MiB, more.
+    (4 if exact). An optimizer without fused kernels takes three tiles, 3 MiB, more; one whose class is stepped once a step
+    over all of the shard (docs/optimizers.md) may hold temporaries of the largest parameter's piece, or of its shard.
     """
     units = blocks = 0
     for bucket in layout.buckets:

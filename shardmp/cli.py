@@ -225,7 +225,13 @@ def budget_command(
     ranks_per_host: Annotated[int | None, typer.Option(help="Default: the largest divisor of --ranks up to 8.")] = None,
     stage: Annotated[int, typer.Option(help="1 or 2.")] = 2,
     precision: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "fp16",
-    moments: Annotated[int, typer.Option(help="FP32 states per parameter: AdamW 2, SGD with momentum 1.")] = 2,
+    moments: Annotated[
+        int,
+        typer.Option(
+            help="FP32 states per parameter: AdamW 2, SGD with momentum 1. A class that is stepped once a step "
+            "(docs/optimizers.md) may hold temporaries of its shard besides."
+        ),
+    ] = 2,
     backwards: Annotated[int, typer.Option(help="Backwards per step.")] = 1,
     bucket_mb: Annotated[
         float | None, typer.Option(help="MiB of parameters in a bucket. Default: what shard() takes for so many ranks.")
