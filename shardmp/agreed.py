@@ -96,7 +96,7 @@ class Agreed:
         options = [plain_options(group, tensors) for group in groups]
         known = (options, clip, divided, dict(self._collectives.facts))
         self._collectives.facts.pop(LOADED, None)
-        parts = [*options, (clip, divided), *known[-1].items()]
+        parts = [*options, (clip, divided), *sorted(known[-1].items())]  # noted in another order where ranks differ
         if parts != self._parts:
             if len(parts) != len(self._parts):
                 self._parts, self._checksums = [None] * len(parts), [0] * len(parts)

@@ -63,7 +63,7 @@ def _without_a_comparison(which: str, key: str, directory: str) -> tuple[str, st
     """As `ends`, where the code does not compare."""
     patches = {
         "options in a step": mock.patch.object(shardmp.agreed, "checksum", return_value=0),
-        "options at shard": mock.patch.object(shardmp.api, "option_lines", return_value={}),
+        "what shard was given": mock.patch.object(shardmp.api, "_fingerprint", return_value=[]),
         "arguments of save": mock.patch.object(shardmp.saving, "refuse_other_arguments"),
     }
     with patches[which]:
@@ -74,7 +74,7 @@ def _without_a_comparison(which: str, key: str, directory: str) -> tuple[str, st
     ("which", "key"),
     [
         ("options in a step", "group(weight_decay)"),
-        ("options at shard", "group(weight_decay) at shard"),
+        ("what shard was given", "Precision(max_skips)"),
         ("arguments of save", "save(keep)"),
     ],
 )

@@ -36,7 +36,7 @@ def raise_at_the_second_call(patch: pytest.MonkeyPatch, owner: type, name: str, 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("of the user")])
-@pytest.mark.parametrize(("owner", "name"), [(Update, "step_bucket"), (Parameters, "publish")])
+@pytest.mark.parametrize(("owner", "name"), [(Update, "step_run"), (Parameters, "publish")])
 @on_ranks(1)
 def test_after_an_exception_inside_step_everything_refuses(
     owner: type, name: str, error: BaseException, tmp_path: Path
