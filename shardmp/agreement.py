@@ -38,6 +38,7 @@ _KINDS: dict[str, type[Exception]] = {
     for kind in (ValueError, TypeError, RuntimeError, OSError, FileNotFoundError, OverflowError, CheckpointError)
 }
 _LOOK = 1.0  # seconds between two looks at those who are missing
+_NEVER = 2**40  # more than there are ranks
 _PART = 2**20  # bytes of one value in the store, which takes 8 MiB
 _numbers: weakref.WeakKeyDictionary[Collectives, Any] = weakref.WeakKeyDictionary()
 
@@ -165,7 +166,7 @@ class Joint(Told):
         look, pause = time.monotonic() + _LOOK / 4, 0.0005
         while self._ask(lambda store: store.add(f"{here}/count", 0)) < self.world_size:
             if time.monotonic() >= look:
-                self._look(f"{here}/head")
+                self._look(here)
                 look = time.monotonic() + min(_LOOK, self._limit / 4)
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
@@ -183,8 +184,10 @@ class Joint(Told):
         except RuntimeError:  # what the store raises when its connection is lost
             self._fail(self._roll.store_is_silent("is gone"), tell=False)
 
-    def _look(self, heads: str) -> None:
+    def _look(self, here: str) -> None:
         """Whether one of those who are missing will not come, or somebody knows of one.
+
+        Who gives up on a rank takes the phase's count away first: the rank may come after all, and must not go on alone.
 
         Raises:
             RuntimeError: yes, by name.
@@ -195,13 +198,13 @@ class Joint(Told):
             if store.check([fault]):
                 store.add(f"{self._key}/read", 1)
                 return store.get(fault).decode(), {}
-            return "", self._others.read(store, _absent(store, heads, range(self.world_size)))
+            return "", self._others.read(store, _absent(store, f"{here}/head", range(self.world_size)))
 
         told, read = self._ask(ask)
         if told:
             self._fail(told, tell=False)
         reason = self._others.whom_in_vain(read)
-        if reason:
+        if reason and self._ask(lambda store: _take_away(store, f"{here}/count", self.world_size)):
             self._fail(reason, tell=True)
 
     def _fail(self, reason: str, *, tell: bool) -> NoReturn:
@@ -263,6 +266,14 @@ class Joint(Told):
 def _as_error(kinds: Sequence[str], message: str, errno: int | None) -> Exception:
     kind = next((_KINDS[kind] for kind in kinds if kind in _KINDS), RuntimeError)
     return OSError(errno, message) if issubclass(kind, OSError) and errno is not None else kind(message)
+
+
+def _take_away(store: Store, count: str, ranks: int) -> bool:
+    """Make a count one that is never reached; False where it was reached by now, and stays so."""
+    if store.add(count, -_NEVER) + _NEVER < ranks:
+        return True
+    store.add(count, _NEVER)
+    return False
 
 
 def _absent(store: Store, key: str, ranks: Sequence[int]) -> list[int]:
