@@ -147,8 +147,7 @@ class Gradients:
         if self.in_backward:
             return
         self._collectives.refuse_after_failure()
-        self.check_begin()
-        self.refuse_too_many()
+        self.refuse_to_begin()
         self.in_backward = True  # first, and False last: what is broken off between is seen by whoever comes next
         self.backwards += 1
         self._next = 0
@@ -159,12 +158,14 @@ class Gradients:
                 bucket.exact.widen()
         self.at_begin()
 
-    def refuse_too_many(self) -> None:
-        """Raise where one more backward would be too many.
+    def refuse_to_begin(self) -> None:
+        """Raise where a further backward must not begin; nothing has been changed.
 
         Raises:
-            ValueError: `exact` adds no more of them without rounding.
+            RuntimeError: a gradient is there that no backward has brought, or a frozen parameter is frozen no longer.
+            ValueError: with `exact`, more gradients than FP64 adds without rounding.
         """
+        self.check_begin()
         if self.exact and (self.backwards + 1) * self.layout.ranks > MAX_TERMS:
             raise ValueError(
                 f"reduce='exact': {self.backwards + 1} backwards on {self.layout.ranks} ranks before a step are more than "

@@ -140,8 +140,7 @@ class ShardedOptimizer(Accounts, Refusals):
             )
         scaled = None if loss is None else self.scale(loss)
         self._refuse_unfinished_backward()
-        self._taken.check_backward()
-        self._gradients.refuse_too_many()
+        self._gradients.refuse_to_begin()
         with self._collectives.all_or_nothing("backward"):
             if scaled is not None:
                 scaled.backward(**options)

@@ -331,3 +331,8 @@ def change_manifest(path: Path, change: Callable[[dict[str, Any]], Any]) -> None
     body = json.loads((path / "manifest.json").read_bytes())["body"]
     change(body)
     write_manifest(path / "manifest.json", body)
+
+
+def name_of(value: Any) -> str:
+    """Of a case: what its error must say."""
+    return value if isinstance(value, str) else ""

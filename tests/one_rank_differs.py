@@ -332,16 +332,17 @@ def _load_from_elsewhere(t: Training) -> None:
     t.told.append(shardmp.load(t.otherwise(t.directory, t.directory / "nowhere"), t.model, t.optimizer).step)
 
 
-def _run_of(t: Training, **options: Any) -> shardmp.Checkpoints:
-    return shardmp.Checkpoints(t.directory, t.model, t.optimizer, **{"background": False, **options})
+def _run_of(t: Training, *, root: Path | None = None, **options: Any) -> shardmp.Checkpoints:
+    return shardmp.Checkpoints(root or t.directory, t.model, t.optimizer, **{"background": False, **options})
 
 
-def _checkpoints(**odd: Any) -> Callable[[Training], str]:
-    """Checkpoints after each of two steps, then a resumption."""
+def _checkpoints(*, elsewhere: bool = False, **odd: Any) -> Callable[[Training], str]:
+    """Checkpoints after each of two steps, then a resumption; `elsewhere`: in another directory where a rank differs."""
 
     def run(t: Training) -> str:
         make(t)
-        checkpoints = _run_of(t, **{"every": 1, **(odd if t.odd else {})})
+        root = t.directory / "elsewhere" if t.odd and elsewhere else None
+        checkpoints = _run_of(t, root=root, **{"every": 1, **(odd if t.odd else {})})
         try:
             for number in (1, 2):
                 t.step(number)
@@ -354,21 +355,6 @@ def _checkpoints(**odd: Any) -> Callable[[Training], str]:
         return t.digest()
 
     return run
-
-
-def _checkpoints_elsewhere(t: Training) -> str:
-    make(t)
-    root = t.otherwise(t.directory, t.directory / "elsewhere")
-    checkpoints = shardmp.Checkpoints(root, t.model, t.optimizer, every=1, background=False)
-    try:
-        t.step(1)
-        checkpoints.after_step()
-        loaded = checkpoints.resume()
-        t.told.append(None if loaded is None else loaded.step)
-    finally:
-        checkpoints.close()
-    t.step(2)
-    return t.digest()
 
 
 def _checkpoints_call(call: Callable[[shardmp.Checkpoints], Any]) -> Callable[[Training], str]:
@@ -579,7 +565,7 @@ ROWS: dict[str, Row] = {
     "load(cast)": all_do(_load(cast=True), "cast"),
     "load()": only_odd(lambda t: shardmp.load(t.directory, t.model, t.optimizer), ""),
     # Checkpoints
-    "Checkpoints(root)": Row(_checkpoints_elsewhere),
+    "Checkpoints(root)": Row(_checkpoints(elsewhere=True)),
     "Checkpoints(every)": Row(_checkpoints(every=2), "save"),
     "Checkpoints(keep)": Row(_checkpoints(keep=1), "keep"),
     "Checkpoints(extra)": Row(_checkpoints(extra={"a": 1}), "extra"),

@@ -20,6 +20,7 @@ from foreign_tools import (
     archive,
     cheap,
     deepspeed_parts,
+    name_of,
     save_small,
     tensors_of,
     write_deepspeed,
@@ -34,11 +35,6 @@ from shardmp.archive_reading import read_archive
 from shardmp.pickle_reading import PickleError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(random|torch.distributed is|passing over)")
-
-
-def name_of(value: Any) -> str:
-    """Of a case: what its error must say."""
-    return value if isinstance(value, str) else ""
 
 
 @pytest.fixture(scope="module")

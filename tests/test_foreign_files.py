@@ -19,6 +19,7 @@ from foreign_tools import (
     change_manifest,
     cheap,
     ends_well,
+    name_of,
     rewrite_metadata,
     save_small,
     tensors_of,
@@ -35,11 +36,6 @@ from shardmp.pickle_reading import PickleError, Record, read_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(random|torch.distributed is|passing over)")
 W = "model.inner.weight"
-
-
-def name_of(value: Any) -> str:
-    """Of a case: what its error must say."""
-    return value if isinstance(value, str) else ""
 
 
 @pytest.fixture(scope="module")
